@@ -1,13 +1,13 @@
-"""Chapter 1, the bookkeeping: parameters, bytes and FLOPs of a training step, by formula, each held against the model.
+"""Chapter 1, accounting: parameters, bytes and FLOPs of a training step, by formulas checked on the model.
 
-The problem. Whether a model fits on a device, and whether a run is fast, is decided by numbers one can write down
-before any GPU is rented. Formulas in papers round, and leave things out. The ones here are exact for the model of
-llama.py: they equal, to the byte and to the FLOP, what PyTorch does.
+The problem. Whether a model fits on a device, and whether a run is fast, can be calculated before any GPU is
+rented. Formulas in papers are rounded and incomplete. The ones here are exact for the model of llama.py: they
+match PyTorch to the byte and to the FLOP.
 
-The idea. Four things live in memory during a step, and each has its own formula:
+The idea. Four kinds of data are in memory during a step, and each has its own formula:
 
-    weights, gradients, optimizer states    bytes per parameter, decided by the precision recipe: 16 or 20
-    activations                             what autograd saves in forward, decided by batch, sequence and recomputation
+    weights, gradients, optimizer states    bytes per parameter, by the precision recipe: 16 or 20
+    activations                             saved by autograd in forward, by batch, sequence and recomputation
 
     one block, micro-batch of T = B S tokens, e bytes per element, fp32 statistics of w = max(e, 4) bytes:
         2 norms         2 T (H w + 2 H e + w)        the input in fp32, the normalised input, the output, 1 / rms
@@ -21,7 +21,7 @@ The idea. Four things live in memory during a step, and each has its own formula
 Compute is counted in matmul FLOPs: 2 per multiply-add, backward twice the forward (once for the inputs, once for
 the weights). So a step costs 3 x forward, and 4 x with full recomputation, or nearly: see `recomputed_flops`.
 
-    python accounting.py            hold every formula against the model; the last line is PASS
+    python accounting.py            check every formula on the model; the last line is PASS
     python accounting.py --tables   print the tables of README.md
 
 Symbols: see llama.py. GB = 10^9 bytes throughout, the unit of a GPU's data sheet.
@@ -60,8 +60,7 @@ GB = 10**9
 
 
 def parameters(config: LlamaConfig) -> int:
-    """Number of weights of a Llama, adapters included. Equal to what `Llama(config)` builds, which a test checks up to
-    405B."""
+    """Number of weights of a Llama, adapters included. A test compares it with `Llama(config)` up to 405B."""
     c = config
     # --- exercise 1.28: count the weights without building the model ---
     attention_weights = 2 * c.hidden * c.attention_width + 2 * c.hidden * c.kv_heads * c.head_dim  # q, o; k, v
@@ -79,7 +78,7 @@ def parameters(config: LlamaConfig) -> int:
 
 
 def gpt_parameters(hidden: int, layers: int, vocab_size: int) -> int:
-    """h·v + L(12h² + 13h) + 2h: a GPT with biases, LayerNorm, an MLP of 4h and tied embeddings, positions left out.
+    """h·v + L(12h² + 13h) + 2h: a GPT with biases, LayerNorm, MLP of 4h, tied embeddings; without positions.
 
     Per layer: attention 4h² + 4h, MLP 8h² + 5h, two LayerNorms 4h; at the end one more LayerNorm, 2h.
     """
@@ -92,7 +91,7 @@ def gpt_parameters(hidden: int, layers: int, vocab_size: int) -> int:
 def micro_steps(global_batch: int, micro_batch: int, dp: int = 1) -> int:
     """Accumulation steps, so that micro_batch · steps · dp = global_batch (samples). ValueError if there are none."""
     # --- exercise 1.29: global-batch arithmetic ---
-    per_step = micro_batch * dp  # what all ranks together see in one forward pass
+    per_step = micro_batch * dp  # samples of all ranks in one forward pass
     if global_batch < 1 or global_batch % per_step:
         near = max(1, round(global_batch / per_step)) * per_step
         raise ValueError(
@@ -108,13 +107,13 @@ def micro_steps(global_batch: int, micro_batch: int, dp: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Bytes per parameter that stay in memory from one step to the next (1910.02054, section 3.1)."""
+    """Bytes per parameter that are stored from one step to the next (1910.02054, section 3.1)."""
 
     name: str
     weights: int
     gradients: int
-    master_weights: int = 0  # fp32 copy that the optimizer updates: a bf16 weight is too coarse to take small steps
-    main_gradients: int = 0  # fp32 gradients to accumulate in: bf16 sums of many micro-batches lose the small ones
+    master_weights: int = 0  # fp32 copy for the optimizer: a bf16 weight is too coarse for small steps
+    main_gradients: int = 0  # fp32 gradients to accumulate in: bf16 sums lose small terms
     optimizer: int = 8  # AdamW: first and second moment in fp32
 
     def bytes_per_parameter(self) -> int:
@@ -134,7 +133,7 @@ AROUND_THE_BLOCKS = ("last norm", "log-probabilities", "tokens, labels (int64)",
 def activations(
     config: LlamaConfig, batch: int, seq: int, element: int = 4, kernel: str = "fused", recompute: str = "none"
 ) -> dict[str, int]:
-    """Bytes autograd keeps between forward and backward of one micro-batch, by what they are for. Exact.
+    """Bytes autograd saves between forward and backward of one micro-batch, by purpose. Exact.
 
     element    bytes per element of weights and activations: 2 for bf16, 4 for fp32, 8 for fp64
     kernel     "fused" (`attention` on the CPU: q, k, v, out and the log-sum-exp) or "explicit" (`attention_math`)
@@ -146,7 +145,7 @@ def activations(
     norm = T * (c.hidden * wide + c.hidden * e + wide) + T * c.hidden * e  # input, normalised, 1/rms; the output
     qkv = T * (c.attention_width + 2 * c.kv_heads * c.head_dim) * e
     out = T * c.attention_width * e  # the input of o_proj
-    if c.qk_norm:  # as `norm`, for each head of q and k; RoPE does not keep the output
+    if c.qk_norm:  # as `norm`, for each head of q and k; RoPE does not save the output
         qkv += T * (c.heads + c.kv_heads) * (c.head_dim * (wide + e) + wide)
     score = wide if e == wide else wide + e  # a probability, and in bf16 the copy that is multiplied with v
     core = {"fused": T * c.heads * wide, "explicit": batch * c.heads * seq * seq * score}[kernel]
@@ -159,7 +158,7 @@ def activations(
     kept = {name: c.layers * size for name, size in per_block.items()}
     around = (
         norm,
-        T * c.vocab_size * wide + wide,  # and one number: the sum of the labels' weights
+        T * c.vocab_size * wide + wide,  # and one scalar, the sum of the labels' weights
         2 * T * 8,
         2 * seq * (c.head_dim // 2) * 4,  # one pair for all layers
     )
@@ -174,7 +173,7 @@ def gpt_activations(hidden: int, layers: int, heads: int, seq: int, batch: int, 
     """
     per_token = {
         "none": 34 * hidden + 5 * heads * seq,
-        "selective": 34 * hidden,  # the 5·a·s²·b are computed again
+        "selective": 34 * hidden,  # the 5·a·s²·b are recomputed
         "full": 2 * hidden,  # the input of the layer, 2 bytes per element
     }[recompute]
     return layers * seq * batch * per_token
@@ -186,8 +185,8 @@ def gpt_activations(hidden: int, layers: int, heads: int, seq: int, batch: int, 
 def forward_flops(config: LlamaConfig, batch: int, seq: int) -> dict[str, int]:
     """Matmul FLOPs of one forward pass: 2 for each multiply-add. Norms, RoPE and softmax are left out, as is usual.
 
-    Attention counts the full [S, S] square, although a causal kernel may skip half of it: the convention of PaLM
-    (2204.02311, appendix B), so that numbers compare between papers.
+    Attention counts the full [S, S] square, although a causal kernel may skip half of it. PaLM has the same
+    convention (2204.02311, appendix B), so values are comparable between papers.
     """
     c, T = config, batch * seq
     return {
@@ -199,13 +198,13 @@ def forward_flops(config: LlamaConfig, batch: int, seq: int) -> dict[str, int]:
 
 
 def recomputed_flops(config: LlamaConfig, batch: int, seq: int, recompute: str, kernel: str = "fused") -> int:
-    """FLOPs that backward spends on computing activations again.
+    """FLOPs of recomputation in the backward pass.
 
-    Not quite one more forward: the second call ends as soon as the last tensor that backward needs is there. A matmul
-    needs its inputs for backward, not its result, so the last matmul of what is recomputed never runs again.
+    They are fewer than one forward, because the second call ends with the last tensor that backward needs. A
+    matmul's backward needs its inputs, not its result, so the last recomputed matmul does not run again.
     """
     forward = forward_flops(config, batch, seq)
-    if recompute == "selective":  # explicit: only q kᵀ; the fused kernel is one piece and runs whole
+    if recompute == "selective":  # explicit: only q kᵀ; the fused kernel cannot be split and runs in full
         return forward["attention core"] // (2 if kernel == "explicit" else 1)
     if recompute == "full":
         down_proj = forward["MLP"] // 3
@@ -215,15 +214,15 @@ def recomputed_flops(config: LlamaConfig, batch: int, seq: int, recompute: str, 
 
 @dataclass(frozen=True)
 class StepFlops:
-    model: int  # what the mathematics needs
-    hardware: int  # what the device does
+    model: int  # needed by the mathematics
+    hardware: int  # executed by the device
 
 
 def step_flops(config: LlamaConfig, batch: int, seq: int, recompute: str = "none", kernel: str = "fused") -> StepFlops:
     """FLOPs of one training step on `batch` samples: the numerators of MFU and HFU.
 
-    Every MFU of these chapters has this numerator, with attention as the full square under a causal mask, too: 12 L H S
-    FLOPs per token, as in PaLM, Megatron's papers and nanoGPT. Where half of attention counts, the text says so.
+    Every MFU in these chapters has this numerator, with attention as the full square even under a causal
+    mask, 12 L H S FLOPs per token, as in PaLM, Megatron's papers and nanoGPT. Exceptions are marked.
     """
     # --- exercise 1.31: model FLOPs and hardware FLOPs ---
     # Backward multiplies twice for each forward product: gradient of the input, gradient of the weight.
@@ -232,9 +231,9 @@ def step_flops(config: LlamaConfig, batch: int, seq: int, recompute: str = "none
     # --- end exercise ---
 
 
-# Dense bf16 matmul peaks in TFLOP/s. Data sheets print the rate with 2:4 sparsity for many of these: half of it is
-# dense. Sources: NVIDIA's data sheets and architecture white papers for each product, AMD's MI300X and MI250X data
-# sheets. V100 and T4 have no bf16: fp16. GeForce: with fp32 accumulation. First match wins, so the special come first.
+# Dense bf16 matmul peaks in TFLOP/s: half of the data sheet's rate where that is with 2:4 sparsity. Sources:
+# NVIDIA's data sheets and architecture white papers per product, AMD's MI300X and MI250X data sheets.
+# V100 and T4 have no bf16: fp16. GeForce: with fp32 accumulation. First match wins: special names come first.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"\bGB200\b", 2500.0),
     (r"\bB200\b", 2250.0),
@@ -254,12 +253,12 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"\bV100\b", 125.0),
     (r"\bT4\b", 65.0),
     (r"\bMI300X\b", 1307.4),
-    (r"\bMI250X\b", 191.5),  # 383 is the package's; it appears as two devices
+    (r"\bMI250X\b", 191.5),  # half of the package's 383, because it appears as two devices
 )
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of the device with this name (torch.cuda.get_device_name), or None when it is not known."""
+    """Dense bf16 FLOP/s of the device with this name (torch.cuda.get_device_name), or None if unknown."""
     for pattern, tflops in PEAK_TFLOPS:
         if re.search(pattern, device_name, re.IGNORECASE):
             return tflops * 1e12
@@ -267,7 +266,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def utilization(flops: int, seconds: float, peak: float | None) -> str:
-    """Share of the peak in percent; "n/a" when the peak is unknown. A guessed peak is worse than none."""
+    """Percentage of the peak, or "n/a" if the peak is unknown. A guessed peak is worse than none."""
     return "n/a" if peak is None else f"{100 * flops / seconds / peak:.1f}%"
 
 
@@ -275,7 +274,7 @@ def utilization(flops: int, seconds: float, peak: float | None) -> str:
 
 
 def markdown(name: str, columns: list[str], rows: list[list[str]]) -> str:
-    """A table between the comments that README.md carries around it; all columns but the first are numbers."""
+    """A table between the comments that surround it in README.md; all columns but the first are numeric."""
     lines = [f"<!-- table: {name} -->", "| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*lines, "<!-- end table -->"])
@@ -340,9 +339,9 @@ def tables() -> list[str]:
 
 
 def held_by_training(recipe: Recipe, config: LlamaConfig) -> int:
-    """Train `config` for one step the way `recipe` says, and count the bytes that are still held afterwards.
+    """Train `config` for one step by `recipe`, and count the bytes that are still stored afterwards.
 
-    Only tensors with an element per weight count; AdamW also has a counter of 4 bytes for every weight matrix.
+    Only tensors with one element per weight count; AdamW also has a 4-byte counter for every weight matrix.
     """
     model = Llama(config).to(torch.float32 if recipe.weights == 4 else torch.bfloat16)
     masters = [p.detach().float() if recipe.master_weights else p for p in model.parameters()]
@@ -395,7 +394,7 @@ def main() -> int:
             exact(
                 f"activations: {kernel}, {mode}", sum(activations(config, batch, seq, 4, kernel, mode).values()), kept
             )
-            if kernel == "explicit":  # PyTorch's counter knows no FLOPs for fused attention on the CPU
+            if kernel == "explicit":  # PyTorch's counter does not support fused attention on the CPU
                 with FlopCounterMode(display=False) as counter:
                     forward().backward()
                 flops = step_flops(config, batch, seq, mode, kernel)

@@ -1,7 +1,7 @@
-"""What recomputation costs and saves: bytes and FLOPs predicted and measured, and the time it really takes.
+"""Cost and gain of recomputation: predicted and measured bytes and FLOPs, and measured time.
 
-Verified first: the gradients are those without recomputation, and bytes and FLOPs equal the formulas. `--figures` only
-draws.
+Verified first: the gradients equal the gradients without recomputation, and bytes and FLOPs the formulas.
+`--figures` only draws.
 """
 
 import sys
@@ -53,7 +53,7 @@ def draw(axes, sizes) -> None:
 
 
 def sizes() -> None:
-    """Activations against sequence length and model size: pure arithmetic, by the formulas that are verified above."""
+    """Activations against sequence length and model size, by the formulas that are verified above."""
     lengths = [2048 * 2**i for i in range(7)]
     rows = [
         [name, seq, *(sum(activations(config, 1, seq, 2, "fused", mode).values()) / GB for mode in ("none", "full"))]
@@ -69,7 +69,7 @@ def main() -> int:
     if "--figures" in sys.argv:
         write_figure("01_single_gpu/figures/sizes.svg", ["01_model_sizes"], draw)
         return 0
-    torch.set_num_threads(1)  # steadier on a CPU that others use too
+    torch.set_num_threads(1)  # steadier on a shared CPU
     tokens = torch.randint(CONFIG.vocab_size, (BATCH, SEQ), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     models = {m: Llama(CONFIG, replace(Parts(), attention=attention_math), recompute=m).to(DEVICE) for m in MODES}
 

@@ -1,6 +1,6 @@
-"""What each policy of recomputation costs in time, and the curve of bytes against FLOPs.
+"""The time of each recomputation policy, and the curve of bytes against FLOPs.
 
-Verified first: gradients are those without recomputation, bytes are those of the formulas. `--figures` only draws.
+Verified first: gradients equal those without recomputation, bytes match the formulas. `--figures` only draws.
 """
 
 import sys
@@ -22,7 +22,7 @@ CONFIG, BATCH, SEQ, REPEATS = LlamaConfig(hidden=192, layers=4, intermediate=512
 
 def draw(axes, points) -> None:
     for name, colour, mark in (("whole blocks", "idle", "s"), ("by operations", "compute", "o")):
-        rows = [(row[2], row[1]) for row in points["rows"] if row[0] == name]  # from everything kept to nothing kept
+        rows = [(row[2], row[1]) for row in points["rows"] if row[0] == name]  # from all to nothing saved
         axes.plot(*zip(*rows, strict=True), marker=mark, markersize=3, color=COLOURS[colour], label=name)
     axes.set(xlabel="matrix FLOPs done again, % of a step", ylabel="GB saved by all blocks", ylim=(0, None))
     axes.legend()
@@ -30,7 +30,7 @@ def draw(axes, points) -> None:
 
 def main() -> int:
     if "--figures" not in sys.argv:
-        torch.set_num_threads(1)  # steadier on a CPU that others use too
+        torch.set_num_threads(1)  # steadier on a shared CPU
         tokens = torch.randint(CONFIG.vocab_size, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
         models = {policy: with_policies(Llama(CONFIG), [policy] * CONFIG.layers) for policy in POLICIES}
 

@@ -1,7 +1,7 @@
 """A training step of this chapter against the same model in transformers, with the same AdamW, in the same run.
 
-Verified first: from the same weights and batch, both give the same loss and the same gradients. Then the trace of one
-step, by what its operations are. `--figures` only draws.
+Verified first: from the same weights and batch, both give the same loss and the same gradients. Then the
+trace of one step, by kind of operation. `--figures` only draws.
 """
 
 import json
@@ -117,7 +117,7 @@ def trace_of_a_step() -> list[list]:
         key=lambda e: (e["ts"], -e["dur"]),
     )
     end = {}
-    for e in operations:  # the outermost of each thread: what it calls lies inside
+    for e in operations:  # only the outermost of each thread, which contains its calls
         if e["ts"] < end.get(e["tid"], 0) and e["name"] not in PRODUCTS and "scaled_dot_product" not in e["name"]:
             continue
         inside = [p for p in phases if p["ts"] <= e["ts"] <= p["ts"] + p["dur"]]
@@ -125,7 +125,7 @@ def trace_of_a_step() -> list[list]:
             kind, at, long = kind_of(e, inside[0]["name"]), (e["ts"] - begin) / 1000, e["dur"] / 1000
             end[e["tid"]] = max(end.get(e["tid"], 0), e["ts"] + e["dur"])
             if rows[-1][0] == kind and at - sum(rows[-1][1:]) < 0.02:
-                rows[-1][2] = max(rows[-1][2], at + long - rows[-1][1])  # one right after another, of one kind
+                rows[-1][2] = max(rows[-1][2], at + long - rows[-1][1])  # merge adjacent bars of one kind
             else:
                 rows.append([kind, at, long])
     return rows

@@ -1,8 +1,8 @@
-"""Chapter 1, the model: a Llama short enough to read whole, and exact enough to be the reference for all that follows.
+"""Chapter 1, the model: a Llama short enough to read, and exact enough to be the later chapters' reference.
 
-The problem. Ten chapters from now this model runs on many GPUs, cut along five axes. Each cut is judged by one
-question: does it compute the same thing as the model on one device? Here is that model. With the same weights it
-gives the logits of Hugging Face's `LlamaForCausalLM`, and its parameters carry the same names.
+The problem. In chapter 11 this model runs on many GPUs, split along five axes. Each split must compute the
+same as the model on one device. Here is that model. With the same weights it gives the logits of Hugging
+Face's `LlamaForCausalLM`, and its parameters have the same names.
 
 The idea. A decoder is a stack of equal blocks on a residual stream x of shape [B, S, H]:
 
@@ -18,14 +18,14 @@ The idea. A decoder is a stack of equal blocks on a residual stream x of shape [
                 Qwen2 adds biases to q, k, v; Qwen3 puts an RMSNorm over each head of q and k  2505.09388
     MLP:        W_down (silu(W_gate x) * (W_up x))                                             SwiGLU, 2002.05202
 
-Everything a later chapter wants to replace is one function in `Parts` (attention, linear, norm, rope, swiglu,
+Each thing that a later chapter replaces is one function in `Parts` (attention, linear, norm, rope, swiglu,
 cross_entropy) or one argument of `Llama` (feed_forward, recompute).
 
-Recomputation trades FLOPs for bytes:   none       keep what autograd asks for
-                                        selective  forget the inside of attention, compute it again in backward
-                                        full       keep the input of each block, compute the block again in backward
+Recomputation trades FLOPs for bytes:   none       save all that autograd needs
+                                        selective  free the inside of attention, recompute it in backward
+                                        full       save the input of each block, recompute the block
 
-    python llama.py      fused against explicit attention, and what each kind of recomputation keeps; ends with PASS
+    python llama.py      fused against explicit attention, and bytes saved in each mode; ends with PASS
 
 Shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, G = N / N_kv, D head dim (mostly H / N),
 F intermediate size of the MLP, V vocabulary, L layers.
@@ -50,7 +50,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 MODES = ("none", "selective", "full")  # of recomputation
-IGNORE = -100  # a label of -100 is no token to be predicted: padding, or a prompt
+IGNORE = -100  # the label of tokens without a target: padding, or a prompt
 
 # ------------------------------------------------------------------------------------------------ configuration
 
@@ -68,15 +68,15 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied: bool = False
-    qkv_bias: bool = False  # as Qwen2 has them: q, k, v = x Wᵀ + b
-    qk_norm: bool = False  # as Qwen3 has them: an RMSNorm over each head of q and of k, before RoPE
-    own_head_dim: int = 0  # where it is not hidden / heads; 0: where it is
-    rope_scaling: tuple[float, float, float, int] | None = None  # as Llama 3.1 has it: see `rope_frequencies`
+    qkv_bias: bool = False  # as in Qwen2: q, k, v = x Wᵀ + b
+    qk_norm: bool = False  # as in Qwen3: an RMSNorm over each head of q and of k, before RoPE
+    own_head_dim: int = 0  # the head dimension if it is not hidden / heads, otherwise 0
+    rope_scaling: tuple[float, float, float, int] | None = None  # as in Llama 3.1: see `rope_frequencies`
     lora_rank: int = 0  # of the adapters of the blocks' linear layers; 0: none
-    lora_scale: float = 1.0  # what an adapter counts: alpha / rank
+    lora_scale: float = 1.0  # factor of an adapter: alpha / rank
 
     def __post_init__(self) -> None:
-        if self.rope_scaling is not None:  # a list, where it comes from JSON
+        if self.rope_scaling is not None:  # from JSON it is a list
             object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))
         for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "intermediate"):
             if getattr(self, name) < 1:
@@ -94,7 +94,7 @@ class LlamaConfig:
 
     @property
     def attention_width(self) -> int:
-        """Of q and of what attention gives, over all heads: the hidden size, unless heads have a size of their own."""
+        """Width of q and of attention's output over all heads: hidden, unless own_head_dim is set."""
         return self.heads * self.head_dim
 
 
@@ -107,7 +107,7 @@ LLAMA3_405B = LlamaConfig(128256, 16384, 126, 128, 8, 53248, rope_theta=500000.0
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """bf16 and fp16 become fp32, in which sums over many terms are safe; fp32 and fp64 stay what they are."""
+    """Cast bf16 and fp16 to fp32, in which sums over many terms are safe; fp32 and fp64 are not changed."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -125,17 +125,17 @@ def rope_frequencies(
 ) -> Tensor:
     """The angle per position of each of the D/2 pairs, in fp32.
 
-    `scaling` (factor, low, high, length) is that of Llama 3.1, which was trained on `length` positions before it was
-    trained on more. A pair that turns more than `high` times within them keeps its speed. One that turns less than
-    `low` times is slowed down by `factor`, so that the longer text shows it no angle it has not seen. Between the two
-    the speeds are mixed, in proportion to the turns.
+    `scaling` (factor, low, high, length) is as in Llama 3.1, which was first trained on `length` positions. A
+    pair that rotates more than `high` times within them keeps its frequency. One that rotates less than `low`
+    times is slowed down by `factor`, so that longer texts give no angle that is new to the model. Between the
+    two, the frequency is interpolated in the number of rotations.
     """
     exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     speed = 1.0 / theta**exponent
     if scaling is None:
         return speed
     factor, low, high, length = scaling
-    wavelength = 2 * math.pi / speed  # positions for one turn
+    wavelength = 2 * math.pi / speed  # positions for one rotation
     kept = (length / wavelength - low) / (high - low)
     mixed = (1 - kept) * speed / factor + kept * speed
     slowed = torch.where(wavelength > length / low, speed / factor, mixed)
@@ -145,10 +145,10 @@ def rope_frequencies(
 def rope_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: Sequence[float] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every rotation angle, [..., S, D/2], in fp32 whatever the dtype of the model.
+    """cos and sin of every rotation angle, [..., S, D/2], in fp32 for every dtype of the model.
 
-    bf16 has 8 bits of mantissa: it cannot tell position 1000 from 1001, and such tables rotate distant tokens alike.
-    `positions` are an argument, because under context parallelism a rank holds a piece of the sequence, not its start.
+    bf16 has 8 bits of mantissa and cannot distinguish positions 1000 and 1001, so distant tokens would rotate
+    alike. `positions` are an argument, because a context-parallel rank's tokens do not start at 0.
     """
     angle = positions[..., None].float() * rope_frequencies(head_dim, theta, scaling, positions.device)
     return angle.cos(), angle.sin()
@@ -160,7 +160,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Pairing i with i + D/2 (not 2i with 2i + 1 as in the paper) is the layout of Hugging Face's Llama weights.
     """
     # --- exercise 1.22: rotate each pair by its angle; the product is taken in fp32 ---
-    cos, sin = cos[..., None, :], sin[..., None, :]  # [..., S, D/2] -> [..., S, 1, D/2]: every head turns alike
+    cos, sin = cos[..., None, :], sin[..., None, :]  # [..., S, D/2] -> [..., S, 1, D/2]: alike for all heads
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
     # --- end exercise ---
@@ -169,7 +169,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     """softmax(q kᵀ / sqrt(D)) v by PyTorch's fused kernel. q [B, S, N, D], k and v [B, S, N_kv, D] -> [B, S, N, D].
 
-    With `enable_gqa` the kernel reads each K/V head G times; nobody writes G copies of it to memory.
+    With `enable_gqa` the kernel reads each K/V head G times, and no G copies of it are written to memory.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, S, N, D] -> [B, N, S, D]
     grouped = q.shape[1] != k.shape[1]
@@ -177,7 +177,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 
 def attention_math(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """The same by explicit matrix products: the readable reference. It holds the whole [S, S] score matrix.
+    """The same by explicit matrix products: the readable reference. It stores the full [S, S] score matrix.
 
     Query heads gG .. gG+G-1 share K/V head g. Instead of copying K and V to all N heads, the G query heads of a
     group become more rows of one matrix product with their K/V head.
@@ -205,8 +205,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """SUM of -log p(label) over the valid labels, in fp32 or better; logits [B, S, V], labels [B, S].
 
-    A sum, not a mean: only who knows the whole global batch can divide by the right number. No valid label gives 0,
-    where a mean would give 0 / 0 = NaN.
+    A sum, not a mean, because the right divisor is known only from the full global batch. Without valid
+    labels the sum is 0, but a mean would be 0 / 0 = NaN.
     """
     logits = at_least_fp32(logits).flatten(0, -2)
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -214,9 +214,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Parts:
-    """The functions a model is made of. A later chapter replaces one: `Llama(config, replace(Parts(), norm=fused))`.
+    """The functions of a model. A later chapter replaces one: `Llama(config, replace(Parts(), norm=fused))`.
 
-    The last three are two or more of the others in one, where a later chapter has such a function. None: one by one.
+    The last three fuse two or more of the others, if a later chapter has such a function. None: not fused.
     """
 
     attention: Callable[..., Tensor] = attention  # (q, k, v, *, causal)
@@ -231,8 +231,8 @@ class Parts:
 
 
 class OneInput(torch.autograd.Function):
-    """x Wᵀ for several W, each with a gradient of its own. x has one, the sum of dy W over all of them: each product
-    adds to that of the one before, where autograd would write them apart and add them in passes of their own."""
+    """x Wᵀ for several W, each with its own gradient. The gradient of x is the sum of dy W over all of them:
+    each product accumulates into it. Autograd would write each and add them in separate passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -259,7 +259,7 @@ class OneInput(torch.autograd.Function):
 def linears_of_one_input(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """`linear(x, weight)` for each weight; x [..., in], weight [out, in] -> [..., out]. For `Parts.linears`.
 
-    Under autocast x and weights are cast as they would be for each of them, which leaves float64 alone.
+    Under autocast x and weights are cast as in `linear`, which does not change float64.
     """
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -268,10 +268,10 @@ def linears_of_one_input(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tenso
 
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function`, but autograd keeps only its inputs; backward calls it once more to get what is between them.
+    """`function`, but autograd saves only its inputs; backward calls it again to recompute the other tensors.
 
-    Bytes are bought with FLOPs (1604.06174). PyTorch's `checkpoint` also restores the random state for the second
-    call (a dropout must draw the same mask) and stops that call once the last saved tensor has been rebuilt.
+    It trades FLOPs for bytes (1604.06174). PyTorch's `checkpoint` also restores the random state for the
+    second call (dropout must draw the same mask), and stops that call once the last saved tensor is rebuilt.
     """
 
     def run(*args: Tensor, **kwargs) -> Tensor:
@@ -287,7 +287,7 @@ def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 class Factor(nn.Module):
     """One of the two matrices of an adapter, under the name that peft gives it: lora_A.weight [rank, in], or
-    lora_B.weight [out, rank], which begins at zero."""
+    lora_B.weight [out, rank], which is initialised to zero."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -295,10 +295,10 @@ class Factor(nn.Module):
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ, through `parts.linear`, and + b where there is a bias. weight [out, in].
+    """y = x Wᵀ by `parts.linear`, and + b if there is a bias. weight [out, in].
 
-    `lora`: (rank, scale) of an adapter (LoRA, 2106.09685), y = x Wᵀ + scale · (x Aᵀ) Bᵀ, or rank 0 for none. Then only
-    A and B are meant to be trained, and W + scale · B A is the weight that they make of W.
+    `lora`: (rank, scale) of an adapter (LoRA, 2106.09685), y = x Wᵀ + scale · (x Aᵀ) Bᵀ, or rank 0 for none.
+    With an adapter only A and B should be trained, and W + scale · B A is the adapted weight.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class Linear(nn.Module):
         return self.complete(x, self.parts.linear(x, self.weight))
 
     def complete(self, x: Tensor, y: Tensor) -> Tensor:
-        """What comes to y = x Wᵀ: the bias and the adapter, where there are any."""
+        """Add the bias and the adapter, if there are any, to y = x Wᵀ."""
         y = y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
         if self.lora_A is None or self.lora_B is None:
             return y
@@ -324,7 +324,7 @@ class Linear(nn.Module):
 
 
 def each(layers: Sequence[Linear], x: Tensor) -> Sequence[Tensor]:
-    """x through each of these layers, in one function where there is one."""
+    """Apply each of these layers to x, in one fused function if there is one."""
     linears = layers[0].parts.linears
     if linears is None:
         return [layer(x) for layer in layers]
@@ -333,7 +333,7 @@ def each(layers: Sequence[Linear], x: Tensor) -> Sequence[Tensor]:
 
 
 class RMSNorm(nn.Module):
-    """Over the hidden size, or over the last `size` elements: those of a head."""
+    """RMSNorm over the hidden size, or over the `size` elements of a head."""
 
     def __init__(self, config: LlamaConfig, parts: Parts, size: int = 0) -> None:
         super().__init__()
@@ -449,8 +449,8 @@ class Llama(nn.Module):
         init_weights(self, seed=0)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """tokens [B, S] -> logits [B, S, V]; with labels [B, S], the sum of their losses, for which one function may
-        stand for output layer and loss. `positions` ([S] or [B, S]) are 0..S-1 unless given."""
+        """tokens [B, S] -> logits [B, S, V]; with labels [B, S], the sum of their losses, if possible with
+        output layer and loss fused. `positions` ([S] or [B, S]) are 0..S-1 unless given."""
         hidden = self.model(tokens, positions)
         if labels is None:
             return self.lm_head(hidden)
@@ -460,17 +460,17 @@ class Llama(nn.Module):
 
 
 def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> Tensor:
-    """The first value of the parameter `name`, in fp32, drawn from (seed, name) alone.
+    """The initial value of the parameter `name`, in fp32, drawn from (seed, name) alone.
 
-    Because no other parameter's draw comes before it, a rank that holds one layer, or one slice of this weight, can
-    draw the full weight and cut out its piece: every layout starts from the same model.
+    It does not depend on other parameters, so a rank with one layer, or one slice of this weight, can draw
+    the full weight and take its shard: every layout starts from the same model.
     """
-    if len(shape) == 1:  # a bias adds nothing at first; the scale of a norm
+    if len(shape) == 1:  # a bias is initialised to zero, the scale of a norm to one
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    if name.endswith("lora_B.weight"):  # the adapted model begins as the model that it adapts
+    if name.endswith("lora_B.weight"):  # the adapted model starts as the original model
         return torch.zeros(*shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-    # 2L branches add into the residual stream; with this factor its variance does not grow with depth (GPT-2).
+    # 2L branches add to the residual stream; with this factor its variance does not grow with depth (GPT-2).
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = 0.02 / math.sqrt(2 * layers) if residual else 0.02
     std = shape[1] ** -0.5 if name.endswith("lora_A.weight") else std
@@ -479,7 +479,7 @@ def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> T
 
 @torch.no_grad()
 def init_weights(model: Llama, seed: int) -> None:
-    """Set every parameter to its `initial_weight`. Parameters on the meta device have no values and are left alone."""
+    """Set every parameter to its `initial_weight`. Parameters on the meta device are skipped."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             parameter.copy_(initial_weight(name, parameter.shape, model.config.layers, seed))
@@ -489,7 +489,7 @@ def init_weights(model: Llama, seed: int) -> None:
 
 
 class Report:
-    """A table of what was expected and what was measured; `finish` prints it and gives the exit status."""
+    """A table of expected and measured values; `finish` prints it and returns the exit status."""
 
     def __init__(self) -> None:
         self.rows = [("", "expected", "measured")]
@@ -512,7 +512,7 @@ class Report:
 
 
 def kept_for_backward(forward: Callable[[], Tensor], model: nn.Module) -> tuple[Tensor, int]:
-    """What `forward` returns, and the bytes autograd keeps from it: each storage once, the weights left out."""
+    """The result of `forward`, and the bytes that autograd saves: each storage once, without the weights."""
     storages = {}
 
     def pack(saved: Tensor) -> Tensor:
@@ -526,7 +526,7 @@ def kept_for_backward(forward: Callable[[], Tensor], model: nn.Module) -> tuple[
 
 
 def next_token_loss(model: Llama, tokens: Tensor) -> Tensor:
-    """Sum over the sequence of -log p(next token); the last token has no next one."""
+    """Sum of -log p(next token) over the sequence; the last token has no next one."""
     labels = torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)), dim=1)
     return model.parts.cross_entropy(model(tokens), labels)
 

@@ -1,28 +1,28 @@
-"""Chapter 1, recomputation as a policy: which results to keep, operation by operation, and how much memory that buys.
+"""Chapter 1, recomputation as a policy: which results to save, by operation, and how much memory that frees.
 
-The problem. "Nothing", "the core of attention" or "whole blocks" are three points of a curve: bytes kept for backward
-against FLOPs done again. Between them lies a better one. What costs bytes in a block and what costs FLOPs are not the
-same operations: matrix products are nearly all of the FLOPs, and norms, RoPE and SwiGLU, which are nearly free to run
-again, leave behind nearly half of the bytes.
+The problem. "Nothing", "the core of attention" or "whole blocks" are three points of a trade-off between
+bytes saved for backward and FLOPs recomputed. There are better points in between, because bytes and FLOPs
+come from different operations. Matrix products have nearly all FLOPs, but norms, RoPE and SwiGLU, which are
+nearly free to recompute, have nearly half of the bytes.
 
 The idea. Decide for each operation:
 
-    policy     keeps of a block, numbers a token               runs again in backward
+    policy     saves per token in a block, in elements         recomputes in backward
     keep       8 H + 2 N_kv D + N + 4 F + 2                    nothing
     products   5 H + 2 N_kv D + N + 2 F                        norms, RoPE, SwiGLU: no matrix product at all
     full       H                                               everything but `down_proj`
-    host       nothing: `keep`'s bytes lie on the host         nothing, but each byte crosses the bus twice
+    host       nothing: `keep`'s bytes are on the host         nothing, but each byte crosses the bus twice
 
-    bytes |keep                                 and by a budget: the cheapest mixture that fits. All blocks are alike,
-          | \\                                   so it is a number of blocks with one policy, and the rest with the
-          |  products                           next. Mixing `keep` with `full` alone, as "recompute every other
-          |     `-._                            block" does, lies above this line everywhere between its ends.
+    bytes |keep                                 and for a budget: the cheapest mixture that fits. Blocks are
+          | \\                                   equal, so some blocks get one policy and the rest the next.
+          |  products                           Mixtures of `keep` and `full` alone, such as "recompute every
+          |     `-._                            other block", are above this line everywhere between its ends.
           |         `-._ full
           +-------------- FLOPs again
 
-The bytes are exact (fp32, fused attention of the CPU), the FLOPs are those that torch counts. PyTorch's selective
-checkpoint does the bookkeeping: a policy is asked about every operation that runs, and a result that it wants kept is
-handed out again in the second run. `host` waits for each copy; chapter 8 overlaps them with the computation.
+The bytes are exact (fp32, fused attention of the CPU), the FLOPs are as counted by torch. PyTorch's selective
+checkpoint calls the policy for every operation, and in the second run returns the saved results instead of
+running it. `host` waits for each copy; chapter 8 overlaps the copies with computation.
 
     python recompute_policy.py             gradients, bytes and FLOPs of each policy and of budgets; ends with PASS
     python recompute_policy.py --tables    the table of README.md
@@ -71,14 +71,14 @@ PRODUCTS = {
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Asked once for each operation of a block: keep its result, or compute it again?"""
+    """Called for each operation of a block: save its result, or recompute it?"""
     # --- exercise 1.34: what is expensive to run again is kept ---
     return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
     # --- end exercise ---
 
 
 class OnHost:
-    """A copy of one storage on the host. All tensors that were saved from it share the copy."""
+    """A copy of one storage on the host, shared by all saved tensors with that storage."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -91,10 +91,10 @@ class OnHost:
 
 
 class Host:
-    """Hooks for what autograd saves: off to the host in forward, back when backward asks. `bytes` are there now.
+    """Hooks that copy saved tensors to the host in forward and back in backward. `bytes` are on the host now.
 
-    The weights stay where they are. Three operations that save one tensor get one copy: it is known by its storage, and
-    forgotten as soon as that storage is gone, because the next one may get the same address.
+    The weights are not copied. If three operations save one tensor there is one copy, found by its storage.
+    The entry is deleted when the storage is freed, because the next storage may get the same address.
     """
 
     def __init__(self, model: Llama) -> None:
@@ -127,9 +127,9 @@ class Host:
 
 
 def with_policies(model: Llama, policies: Sequence[str], host: Host | None = None) -> Llama:
-    """`model`, each of whose blocks follows its policy. `host` takes what blocks with the policy "host" keep.
+    """`model` with one policy per block. `host` stores the saved tensors of blocks with the policy "host".
 
-    ValueError for another number of policies, another word, or "host" without a host.
+    ValueError for a wrong number of policies, an unknown policy, or "host" without a host.
     """
     if len(policies) != len(model.model.layers):
         raise ValueError(f"{len(policies)} policies for {len(model.model.layers)} blocks")
@@ -138,7 +138,7 @@ def with_policies(model: Llama, policies: Sequence[str], host: Host | None = Non
             raise ValueError(f"policy {policy!r} must be one of {', '.join((*POLICIES, HOST))}")
         if policy == HOST and host is None:
             raise ValueError("policy 'host' needs a Host")
-        plain = type(block).forward.__get__(block)  # parameters and their names stay what they are
+        plain = type(block).forward.__get__(block)  # parameters and their names do not change
         if policy == "products":
             contexts = partial(create_selective_checkpoint_contexts, keep_products)
             block.forward = partial(checkpoint, plain, use_reentrant=False, context_fn=contexts)
@@ -153,7 +153,7 @@ def with_policies(model: Llama, policies: Sequence[str], host: Host | None = Non
 
 
 def block_bytes(config: LlamaConfig, batch: int, seq: int, policy: str) -> int:
-    """Bytes that one block keeps for backward on the device, fp32."""
+    """Bytes that one block saves for backward on the device, fp32."""
     c, T = config, batch * seq
     if policy == HOST:
         return 0
@@ -165,15 +165,15 @@ def block_bytes(config: LlamaConfig, batch: int, seq: int, policy: str) -> int:
 
 
 def block_flops(config: LlamaConfig, batch: int, seq: int, policy: str) -> int:
-    """Matmul FLOPs that one block does again in backward."""
+    """Matmul FLOPs that one block recomputes in backward."""
     return recomputed_flops(config, batch, seq, "full", "fused") // config.layers if policy == "full" else 0
 
 
 def by_budget(config: LlamaConfig, batch: int, seq: int, budget: int) -> list[str]:
-    """A policy for each block: together at most `budget` bytes, and as little as possible done again.
+    """A policy for each block: together at most `budget` bytes, with as little recomputation as possible.
 
-    Blocks in front recompute more: in backward they come last, when the rest has been released. ValueError if not even
-    `full` fits.
+    The first blocks recompute more, because in backward they come last, when the others have been freed.
+    ValueError if not even `full` fits.
     """
     size = {policy: block_bytes(config, batch, seq, policy) for policy in POLICIES}
     # --- exercise 1.35: the cheapest policies that fit ---
@@ -194,14 +194,14 @@ def by_budget(config: LlamaConfig, batch: int, seq: int, budget: int) -> list[st
 
 
 def kept(model: Llama, tokens: Tensor, host: Host | None = None) -> tuple[int, int]:
-    """Bytes alive after forward that were not there before, numbers that stand alone left out: on device, on host.
+    """Bytes alive after forward but not before, without scalars: (on device, on host).
 
-    (What a selective checkpoint keeps is not among the tensors that autograd saves: it has to be counted alive.)
+    (Live tensors are counted, because autograd's saved tensors do not include a selective checkpoint's.)
     """
     with Peak([tokens, list(model.parameters())]) as meter:
         before, loss = meter.now, next_token_loss(model, tokens)
         away = host.bytes if host else 0
-        after = meter.now - away  # in this demo the host and the device are the same memory
+        after = meter.now - away  # in this demo the host and the device share one memory
     del loss
     return after - before, away
 
@@ -210,7 +210,7 @@ def predicted(config: LlamaConfig, batch: int, seq: int, policies: Sequence[str]
     around = activations(config, batch, seq)
     rest = around["last norm"] + around["log-probabilities"] - 4 + 8 * batch * seq
     rest += around["RoPE tables (fp32)"] * any(policy != HOST for policy in policies)
-    return rest + sum(block_bytes(config, batch, seq, policy) for policy in policies)  # 8 B S: labels are made inside
+    return rest + sum(block_bytes(config, batch, seq, policy) for policy in policies)  # 8 B S: the labels
 
 
 def predicted_on_host(config: LlamaConfig, batch: int, seq: int, policies: Sequence[str]) -> int:
@@ -222,7 +222,7 @@ def predicted_on_host(config: LlamaConfig, batch: int, seq: int, policies: Seque
 
 
 def curve(config: LlamaConfig, batch: int, seq: int) -> list[tuple[str, int, int]]:
-    """(mixture, bytes of all blocks, FLOPs done again): by operations, and by whole blocks alone."""
+    """(mixture, bytes of all blocks, FLOPs recomputed): by operations, and by whole blocks only."""
     points = []
     for name, ladder in (("by operations", POLICIES), ("whole blocks", ("keep", "full"))):
         for weaker, stronger in pairwise(ladder):
@@ -234,7 +234,7 @@ def curve(config: LlamaConfig, batch: int, seq: int) -> list[tuple[str, int, int
 
 
 def table() -> str:
-    """Llama-3 8B, one sequence of 8192 tokens: what each policy keeps of all blocks, and what it does again."""
+    """Llama-3 8B, one sequence of 8192 tokens: bytes that each policy saves, and FLOPs that it recomputes."""
     step = 3 * sum(forward_flops(LLAMA3_8B, 1, 8192).values())
     rows = []
     for policy in POLICIES:
@@ -278,7 +278,7 @@ def main() -> int:
         report.add("  bytes kept", f"{size:,}", f"{measured:,}", size == measured)
         if HOST in plan:
             report.add("  bytes on the host", f"{on_host:,}", f"{measured_on_host:,}", on_host == measured_on_host)
-        with FlopCounterMode(display=False) as counter:  # on a CPU it cannot look into the fused kernel
+        with FlopCounterMode(display=False) as counter:  # it does not support the CPU's fused kernel
             explicit = Llama(config, replace(Parts(), attention=attention_math))
             next_token_loss(with_policies(explicit, plan, Host(explicit)), tokens).backward()
         step = 3 * sum(forward_flops(config, B, S).values())

@@ -1,28 +1,28 @@
-"""Chapter 1, the peak: the most bytes that a training step holds at any moment, predicted to the byte.
+"""Chapter 1, the peak: the most bytes that are alive at any moment of a training step, predicted to the byte.
 
-The problem. A step runs out of memory at one moment, and adding up what is kept for backward does not find it. With
-full recomputation a small model needs about three times the bytes that the formula for activations gives: the block
-that is being recomputed, the gradient of the logits, copies made by autocast and gradients that exist already all come
-on top. The script predicts the peak and where it is, for each kind of recomputation and three precisions:
+The problem. A step runs out of memory at its peak, and the bytes saved for backward do not predict it. With
+full recomputation a small model needs about three times the bytes of the activation formula. The block that
+is being recomputed, the gradient of the logits, autocast's copies and existing gradients are added to them.
+The script predicts the peak and its place, for each kind of recomputation and three precisions:
 
     fp32             weights, gradients, moments and activations of 4 bytes
-    bf16 autocast    weights, gradients and moments stay fp32; each matrix product casts its input, and its weight once
-                     a forward. What was cast is kept for backward, too: 2 bytes more for each weight of a matrix
+    bf16 autocast    weights, gradients and moments stay fp32; each matrix product casts its input, and once
+                     per forward its weight. The casts are also saved, 2 bytes more per weight of a matrix
     bf16 weights     everything of 2 bytes, moments included; statistics of norms and the loss stay fp32
 
-The idea. Memory rises through forward and falls through backward, with a spike for each operation. Only a few spikes
-can be the highest, and each is a formula:
+The idea. Memory rises through forward and falls through backward, with a spike for each operation. Only a few
+spikes can be the highest, and each has a formula:
 
     bytes                   loss: + gradients of log-probabilities and of logits, 8 T V
                            /    head: + gradients of the head's weight and input
-     kept for backward   _/|   /   last block: - loss and last norm, + gradient of its output, + 2 F wide gradients
+     saved for backward  _/|   /   last block: - loss and last norm, + gradient of its output, + 2 of [T, F]
                        _/  |__/|      /
                      _/        |_/\\_/     recomputed: the same spike for every block, on top of the inputs of all
-     held from step to step: weights, gradients, two moments, tokens and labels
+     stored all the time: weights, gradients, two moments, tokens and labels
 
 It is exact for the fused attention of the CPU and the fused AdamW, from the second micro-batch of the second step on
 (before that, gradients or moments do not exist yet), for T >= H tokens, and for F >= 2 H and V >= 2 H, as is usual.
-Numbers that stand alone (a loss, a count) are left out.
+Scalars (a loss, a count) are left out.
 
     python step_peak.py              nine predictions, nine measurements; the last line is PASS
     python step_peak.py --tables     the table of README.md
@@ -46,20 +46,20 @@ from torch.utils._pytree import tree_leaves
 PRECISIONS = ("fp32", "bf16 autocast", "bf16 weights")
 AROUND = AROUND_THE_BLOCKS
 
-# --------------------------------------------------------------------------------------------- what is kept
+# --------------------------------------------------------------------------------------- saved for backward
 
 
 def block_matrices(config: LlamaConfig) -> int:
-    """Weights of one block that are multiplied: all but the scales of its norms."""
+    """Weights of one block's matrices, that is all but the scales of its norms."""
     c = config
     return 2 * c.hidden * (c.attention_width + c.kv_heads * c.head_dim) + 3 * c.hidden * c.intermediate
 
 
 def whole_block(config: LlamaConfig, batch: int, seq: int, precision: str) -> int:
-    """Bytes that one block keeps for backward when nothing in it is recomputed, its own input included.
+    """Bytes that one block saves for backward without recomputation, its input included.
 
-    Under autocast the residual stream and the norms stay fp32. Each of the five matrices that read a norm's output
-    casts it for itself (autocast remembers casts of weights only), and each cast is kept.
+    Under autocast the residual stream and the norms stay fp32. Five matrices read a norm's output, and each
+    casts it again (autocast caches casts of weights only). All these casts are saved.
     """
     c, T = config, batch * seq
     if precision != "bf16 autocast":
@@ -75,7 +75,7 @@ def whole_block(config: LlamaConfig, batch: int, seq: int, precision: str) -> in
 
 
 def kept_for_backward(config: LlamaConfig, batch: int, seq: int, precision: str, recompute: str) -> dict[str, int]:
-    """Bytes that autograd keeps from forward to backward, tokens and labels left out: they are there anyway."""
+    """Bytes that autograd saves from forward to backward, without tokens and labels, stored anyway."""
     c, T = config, batch * seq
     if precision != "bf16 autocast":
         kept = activations(c, batch, seq, 4 if precision == "fp32" else 2, "fused", recompute)
@@ -108,7 +108,7 @@ def held(config: LlamaConfig, batch: int, seq: int, micro_batches: int, precisio
 def step_moments(
     config: LlamaConfig, batch: int, seq: int, micro_batches: int, precision: str, recompute: str
 ) -> dict[str, int]:
-    """Bytes held at each moment that can be the highest of a step."""
+    """Bytes alive at each moment that can be the peak of a step."""
     c, T = config, batch * seq
     kept = kept_for_backward(c, batch, seq, precision, recompute)
     all_kept, e = sum(kept.values()), 4 if precision == "fp32" else 2  # e: bytes of what matrices multiply
@@ -116,22 +116,22 @@ def step_moments(
     base = held(c, batch, seq, micro_batches, precision)
     # --- exercise 1.33: the spikes ---
     loss = all_kept + 2 * 4 * T * c.vocab_size  # gradients of log-probabilities and of logits, fp32
-    # The log-probabilities are gone; the gradient of the logits, and of what the head multiplied.
+    # Without the log-probabilities, but with the gradients of the logits and of the head's weight and input.
     head = all_kept - kept["loss"] + e * (T * c.vocab_size + c.vocab_size * c.hidden + T * c.hidden)
-    # The last block. What lay behind it is gone; the gradient of its output has come.
+    # The last block: tensors of later layers are freed, and the gradient of its output is added.
     block = kept["blocks"] + kept["tables"] + stream * T * c.hidden
-    if c.tied:  # the head's part of the one gradient waits for the embedding's
+    if c.tied:  # the head's part of the shared gradient waits for the embedding's part
         block += stream * c.vocab_size * c.hidden
-    if recompute == "full":  # and what was forgotten, but for its input (in bf16 weights a norm keeps an fp32 copy)
+    if recompute == "full":  # recomputed tensors, without the input (bf16 weights: an fp32 copy in a norm)
         block += whole_block(c, batch, seq, precision) - (0 if precision == "bf16 weights" else stream * T * c.hidden)
     wide, weight = T * c.intermediate, c.hidden * c.intermediate
     spike = max(2 * e * wide, e * (wide + weight))  # of silu(gate) and up; or of `down` and of what it read
     if precision == "bf16 autocast":
-        # `down`: the gradient cast to bf16 as well, then its weight's gradient cast back; its cast weight is then gone.
+        # `down`: also the gradient cast to bf16, then its weight's gradient cast back, without the cast.
         spike = max(2 * T * c.hidden + 2 * (wide + weight), 4 * weight, 4 * wide - 2 * weight)
     forward = all_kept + 4 * T * c.vocab_size  # logits and log-probabilities
     if precision == "bf16 autocast" and recompute == "full":
-        forward += 2 * c.layers * block_matrices(c)  # autocast forgets its casts when its context ends: after the loss
+        forward += 2 * c.layers * block_matrices(c)  # autocast frees its casts at its end, after the loss
     moments = {"end of forward": forward, "loss": loss, "head": head, "last block": block + spike}
     return {name: base + size for name, size in moments.items()}
     # --- end exercise ---
@@ -140,7 +140,7 @@ def step_moments(
 def peak(
     config: LlamaConfig, batch: int, seq: int, micro_batches: int = 2, precision: str = "fp32", recompute: str = "none"
 ) -> tuple[str, int]:
-    """(where, bytes) of the highest moment of a step: see the docstring for what it is exact for."""
+    """(where, bytes) of the peak of a step. The module's docstring says in which cases it is exact."""
     for name, value, known in (("precision", precision, PRECISIONS), ("recompute", recompute, MODES)):
         if value not in known:
             raise ValueError(f"{name} {value!r} must be one of {', '.join(known)}")
@@ -153,9 +153,9 @@ def peak(
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of all tensors alive, `now` and at most, numbers that stand alone left out; `there` are those from before.
+    """Bytes of all live tensors but scalars, `now` and at most; `there` are the tensors that exist already.
 
-    Every result of an operation passes by here; a finalizer on its storage tells when it goes.
+    It sees the result of every operation, and a finalizer on the storage reports when it is freed.
     """
 
     def __init__(self, there: Any) -> None:
@@ -172,7 +172,7 @@ class Peak(TorchDispatchMode):
                 weakref.finalize(storage, self.change, storage._cdata, -storage.nbytes()).atexit = False
 
     def change(self, key: int, size: int) -> None:
-        self.seen ^= {key}  # in when it comes, out when it goes
+        self.seen ^= {key}  # added when it is allocated, removed when it is freed
         self.now += size
         self.most = max(self.most, self.now)
 
@@ -183,7 +183,7 @@ class Peak(TorchDispatchMode):
 
 
 def step(model: Llama, optimizer: torch.optim.Optimizer, batch: list, precision: str) -> None:
-    """A training step as training_step.py makes it, without clipping, which allocates next to nothing."""
+    """A training step as in training_step.py, without clipping, which allocates almost nothing."""
     optimizer.zero_grad(set_to_none=True)
     for tokens, labels in batch:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast"):
@@ -194,7 +194,7 @@ def step(model: Llama, optimizer: torch.optim.Optimizer, batch: list, precision:
 
 
 def build(config: LlamaConfig, batch: int, seq: int, micro_batches: int, precision: str, recompute: str) -> tuple:
-    """(model, optimizer, batch) after a first step, when the moments are there."""
+    """(model, optimizer, batch) after a first step, so that the moments exist."""
     model = Llama(config, recompute=recompute)
     model = model.bfloat16() if precision == "bf16 weights" else model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -1,15 +1,15 @@
-r"""Chapter 1: train a Llama on one device, and see what a training step holds in memory.
+r"""Chapter 1: train a Llama on one device, and see what a training step stores in memory.
 
-The problem. A training step is four lines: zero the gradients, forward, backward, optimizer. Nearly every mistake of
-distributed training is already possible in them: a loss divided in the wrong place, a mean of means, a label that is
-off by one, a peak FLOP/s that belongs to another device. Here they are made right once, where they can be checked.
+The problem. A training step is four lines: zero the gradients, forward, backward, optimizer. Nearly every
+mistake of distributed training is already possible in them: a loss divided in the wrong place, a mean of
+means, a label that is off by one, another device's peak FLOP/s. Here they are right once, and can be checked.
 
-The idea. A batch that does not fit is cut into micro-batches, and gradients add up:
+The idea. A batch that does not fit is split into micro-batches, and gradients add up:
 
     global batch  = micro-batch x accumulation steps x data-parallel ranks      (samples; times S: tokens)
     loss          = sum over valid tokens of -log p(label) / valid tokens of the WHOLE global batch
 
-    held                                                            W: bytes of the weights, all in fp32
+    stored                                                          W: bytes of the weights, all in fp32
                                                       /\
                   /\                                /    \          peak of step 2 = peak of step 1 + 2 W
     4 W         /    \             _____          /        \____    weights, gradients, both AdamW states
@@ -22,14 +22,14 @@ The idea. A batch that does not fit is cut into micro-batches, and gradients add
 AdamW makes its states at the END of step 1, so a job that survives step 1 can still run out of memory in step 2.
 `--profile` draws the measured curve.
 
-Model FLOPs utilisation (MFU) is the matmul FLOPs the model needs, 3 x forward, per second, over the device's peak
-(PaLM, 2204.02311, appendix B). HFU also counts what recomputation does again (2205.05198, section 6). Both need the
-peak of the device that is really there; on a CPU or an unknown device they are "n/a". The formulas: accounting.py.
+Model FLOPs utilisation (MFU) is the matmul FLOPs the model needs, 3 x forward, per second, over the device's
+peak (PaLM, 2204.02311, appendix B). HFU also counts recomputed FLOPs (2205.05198, section 6). Both need the
+peak of the actual device; on a CPU or an unknown device they are "n/a". The formulas are in accounting.py.
 
 The text is the source of Python's standard library, as bytes: V = 256, no tokenizer, no download.
 
     python training_step.py                        train 0.6 million parameters, print a sample
-    python training_step.py --recompute full       forget the activations, compute them again in backward
+    python training_step.py --recompute full       free the activations, recompute them in backward
     python training_step.py --profile profiles     also write profiles/trace.json (open it at https://ui.perfetto.dev)
                                                    and profiles/memory.csv, with matplotlib also memory.png
     python training_step.py --device cuda --bf16 --hidden 2048 --layers 16 --heads 16 --intermediate 5632 --seq 2048 \
@@ -63,7 +63,7 @@ from tqdm import tqdm
 # ---------------------------------------------------------------------------------------------------------- data
 
 
-TEXT = 2_000_000  # bytes of the standard library that are read: far fewer than there are
+TEXT = 2_000_000  # bytes of the standard library that are read, a small part of it
 
 
 def stdlib_bytes(limit: int = TEXT) -> Tensor:
@@ -81,8 +81,8 @@ def stdlib_bytes(limit: int = TEXT) -> Tensor:
 def next_token_pairs(windows: Tensor) -> tuple[Tensor, Tensor]:
     """Windows [B, S+1] to tokens [B, S] and labels [B, S], where label i is token i+1.
 
-    The shift happens here, once, while the sequence is whole: after a split over ranks, the label of a piece's last
-    token would lie in another rank's piece.
+    The shift happens here, once, before any split: after a split over ranks, the label of a shard's last
+    token would be in another rank's shard.
     """
     # --- exercise 1.25: the label of a token is the token after it ---
     windows = windows.long()
@@ -105,12 +105,12 @@ Batches = Sequence[tuple[Tensor, Tensor]]  # micro-batches: (tokens [B, S], labe
 def accumulate(model: Llama, micro_batches: Batches, precision: AbstractContextManager | None = None) -> Tensor:
     """Add the gradient of the mean loss over all valid tokens of all micro-batches to .grad; return that loss.
 
-    The activations of one micro-batch are alive at a time, so the batch can be as large as the optimizer likes.
-    `precision` is a context for the forward pass, such as torch.autocast; chapter 10 has more to say about it.
+    Only one micro-batch's activations are alive at a time, so the batch size is not limited by memory.
+    `precision` is a context for the forward pass, such as torch.autocast; chapter 10 says more about it.
     """
     # --- exercise 1.26: the gradients of one big batch, one micro-batch at a time ---
-    # The divisor is known before the first backward: it comes from the labels alone. Dividing each micro-batch by its
-    # own count would give a token in a mostly padded micro-batch more weight than a token elsewhere.
+    # The divisor is known before the first backward, because it depends on the labels only. With its own
+    # count as divisor, a mostly padded micro-batch would give its tokens more weight than others.
     valid = torch.stack([(labels != IGNORE).sum() for _, labels in micro_batches]).sum()
     valid = valid.clamp(min=1)  # no valid token at all: loss 0 and gradients 0, not 0 / 0
     total = torch.zeros((), device=valid.device)
@@ -141,7 +141,7 @@ def train_step(
     max_norm: float = 1.0,
 ) -> Tensor:
     """One optimizer step on one global batch. Returns the loss before the step."""
-    optimizer.zero_grad(set_to_none=True)  # frees the gradients: during the forward pass nobody needs them
+    optimizer.zero_grad(set_to_none=True)  # frees the gradients, which the forward pass does not need
     loss = accumulate(model, micro_batches, precision)
     with record_function("optimizer"):
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -150,8 +150,8 @@ def train_step(
 
 
 def adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """AdamW with the usual betas; no weight decay on the norms' scales, which are not meant to shrink to zero. Weights
-    that are frozen are left out."""
+    """AdamW with the usual betas, and no weight decay on the norms' scales, which should not shrink to zero.
+    Frozen weights are left out."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() > 1]
     scales = [p for p in trained if p.dim() == 1]
@@ -163,7 +163,7 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
 def generate(model: Llama, prompt: Tensor, n: int, temperature: float, generator: torch.Generator) -> Tensor:
     """prompt [B, S] -> [B, S + n]. Temperature 0 takes the most likely token.
 
-    Each token runs the whole sequence again: a server would keep K and V in a cache, a trainer samples rarely.
+    Each token runs the full sequence again. A server would cache K and V, but a trainer samples rarely.
     """
     tokens = prompt
     for _ in range(n):
@@ -185,8 +185,8 @@ def profile_first_steps(
 ) -> Path:
     """Run `step` `steps` times under torch.profiler and write folder/trace.json, which Chrome and Perfetto open.
 
-    `warm_up` runs once before, under the profiler but not recorded: the first call of a kernel is slow. It must not
-    touch the optimizer, or what is recorded would no longer be step 1.
+    `warm_up` runs once before, unrecorded, because the first call of a kernel is slow. It must not touch the
+    optimizer, or the recorded step would not be step 1.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     plan = schedule(wait=0, warmup=1, active=steps, repeat=1)
@@ -206,13 +206,13 @@ def profile_first_steps(
     return trace
 
 
-Moment = tuple[float, int, str, int]  # (milliseconds since step 1 began, step, phase, bytes held from then on)
+Moment = tuple[float, int, str, int]  # (milliseconds since step 1 began, step, phase, bytes from then on)
 
 
 def memory_timeline(trace: Path, start_bytes: int, device_type: int) -> list[Moment]:
     """Every allocation and release in a trace, in order.
 
-    A trace holds changes only, so what was held before it began (the weights) is given as `start_bytes`.
+    A trace has changes only, so bytes allocated before it began (the weights) are passed as `start_bytes`.
     device_type: 0 is the CPU, 1 is CUDA.
     """
     events = json.loads(trace.read_text())["traceEvents"]
@@ -233,7 +233,7 @@ def memory_timeline(trace: Path, start_bytes: int, device_type: int) -> list[Mom
 
 
 def phase_summary(timeline: list[Moment]) -> dict[tuple[int, str], tuple[int, int]]:
-    """(step, phase) -> (peak bytes in that phase, bytes held when it ends)."""
+    """(step, phase) -> (peak bytes in that phase, bytes when it ends)."""
     summary: dict[tuple[int, str], tuple[int, int]] = {}
     for _, step, phase, held in timeline:
         peak, _ = summary.get((step, phase), (0, 0))
@@ -242,14 +242,14 @@ def phase_summary(timeline: list[Moment]) -> dict[tuple[int, str], tuple[int, in
 
 
 def draw_timeline(timeline: list[Moment], png: Path) -> bool:
-    """Draw bytes over time, coloured by phase. False when matplotlib, an optional extra, is not installed."""
+    """Draw bytes over time, coloured by phase. False if matplotlib, an optional extra, is not installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return False
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    # The time axis counts events, not milliseconds: the first call of the optimizer takes long and would fill it.
+    # The time axis counts events, not milliseconds, which the optimizer's slow first call would dominate.
     events, held = range(len(timeline)), [moment[3] / 2**20 for moment in timeline]
     for phase, color in {"forward": "#9ecae1", "backward": "#fdae6b", "optimizer": "#a1d99b"}.items():
         inside = [moment[2] == phase for moment in timeline]
@@ -267,7 +267,7 @@ def draw_timeline(timeline: list[Moment], png: Path) -> bool:
 
 
 def report_profile(report: Report, trace: Path, weights: int, device: torch.device) -> None:
-    """Write memory.csv and memory.png beside the trace and judge what they show: step 1 ends with two states more."""
+    """Write memory.csv and memory.png next to the trace, and check that step 1 ends with two more states."""
     timeline = memory_timeline(trace, weights, device_type=int(device.type == "cuda"))
     with open(trace.with_name("memory.csv"), "w", newline="") as file:
         csv.writer(file).writerows([("milliseconds", "step", "phase", "bytes"), *timeline])
@@ -287,7 +287,7 @@ def report_profile(report: Report, trace: Path, weights: int, device: torch.devi
 
 
 def accumulation_error() -> float:
-    """Largest relative difference between accumulated gradients and those of the whole batch at once, in float64.
+    """Largest relative difference between accumulated gradients and one full batch's gradients, in float64.
 
     The three micro-batches have 14, 5 and 1 valid labels: a mean of means would be off by far more than rounding.
     """
@@ -304,7 +304,7 @@ def accumulation_error() -> float:
 
 
 def check(args: argparse.Namespace) -> None:
-    """ValueError, one line that names the option, for what no run can be made of."""
+    """ValueError with one line that names the option, if the options cannot work."""
     if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ValueError(f"WORLD_SIZE {world}: this chapter is one process; use 02_data_parallel")
     for name in ("seq", "steps", "micro_batch"):
@@ -312,7 +312,7 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.seq >= TEXT:
         raise ValueError(f"--seq {args.seq} must be less than the text, {TEXT} bytes")
-    if not 0 < args.lr < math.inf:  # false for NaN, too
+    if not 0 < args.lr < math.inf:  # also false for NaN
         raise ValueError(f"--lr {args.lr} must be a positive number")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed {args.seed} must be 0 to 2^63 - 1")
@@ -325,7 +325,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def usable_device(name: str) -> torch.device:
-    """ValueError for a device on which this script cannot train: meta has no values, mps no count of its bytes."""
+    """ValueError for a device on which this script cannot train: meta has no values, mps no byte counter."""
     device = torch.device(name)
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise ValueError(f"--device {name}: use cpu or cuda")
@@ -337,7 +337,7 @@ def usable_device(name: str) -> torch.device:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of memory that the device has, free or not."""
+    """Total bytes of the device's memory, free or not."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -360,7 +360,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", type=Path, metavar="DIR", help="profile the first two steps into DIR")
     args = parser.parse_args()
-    from step_peak import peak  # not at the top: a trainer that imports this script's functions predicts its own memory
+    from step_peak import peak  # here, because a trainer that imports this file has its own prediction
 
     try:
         check(args)
@@ -369,7 +369,7 @@ def parse_arguments() -> argparse.Namespace:
         args.device = usable_device(args.device)
         precision = "bf16 autocast" if args.bf16 else "fp32"
         where, need = peak(args.config, args.micro_batch, args.seq, args.accumulation, precision, args.recompute)
-        if need > (there := memory_of(args.device)):  # what the formula is for
+        if need > (there := memory_of(args.device)):  # the purpose of the formula
             raise ValueError(
                 f"--hidden {args.hidden} --layers {args.layers} --micro-batch {args.micro_batch} --seq {args.seq}: "
                 f"a step peaks at {need / GB:,.1f} GB ({where}), and {args.device} has {there / GB:,.1f}"
@@ -383,7 +383,7 @@ def main() -> int:
     args = parse_arguments()
     report, config, device = Report(), args.config, args.device
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # small matrices gain little from a second thread, and lose much on a busy machine
+        torch.set_num_threads(1)  # a second thread gains little for small matrices, and costs on a busy one
     precision = torch.autocast(device.type, torch.bfloat16) if args.bf16 else None
     model = Llama(config, recompute=args.recompute)
     init_weights(model, args.seed)
@@ -421,8 +421,8 @@ def main() -> int:
     report.add("gradients: uneven micro-batches, one batch", "< 1e-10", f"{error:.1e}", error < 1e-10)
     per_step = f"{args.global_batch} samples, {args.global_batch * args.seq:,} tokens"
     report.add(f"global batch: {args.micro_batch} x {args.accumulation} x 1 rank", "", per_step)
-    goal = 0.75 * math.log(config.vocab_size)  # ln V is the loss of a model that knows nothing
-    judged, last = args.steps >= 40, statistics.fmean(losses[-10:])  # one step's loss is one batch's luck
+    goal = 0.75 * math.log(config.vocab_size)  # ln V is the loss of uniform predictions
+    judged, last = args.steps >= 40, statistics.fmean(losses[-10:])  # the loss of a single batch is noisy
     expected = f"last < {goal:.2f}" if judged else "(judged from 40 steps on)"
     report.add(
         "loss, first step -> mean of the last ten",

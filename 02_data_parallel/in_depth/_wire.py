@@ -1,8 +1,8 @@
-"""Count the bytes that an all-reduce really puts on the wire: the operating system's count, in a network of its own.
+"""Count the bytes that an all-reduce puts on the wire: the operating system's counter, in a separate network.
 
-A meter of torch.distributed's calls knows what an all-reduce was *given*; that it sends 2(P-1)/P times as much is the
-formula of an algorithm. Here nothing is assumed. `count` starts this file inside `unshare -rn`, where Linux gives it a
-loopback interface of its own; P processes sum a tensor, and /proc/net/dev says what went through.
+A meter of torch.distributed's calls sees the *input* of an all-reduce, and needs an algorithm's formula,
+2(P-1)/P times that, for the bytes sent. Here nothing is assumed. `count` starts this file by `unshare -rn`,
+with a loopback interface of its own; P processes sum a tensor, and /proc/net/dev has the bytes sent.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1  # Linux, include/uapi/li
 
 
 def why_not() -> str:
-    """Why bytes cannot be counted here, or "" if they can."""
+    """The reason why bytes cannot be counted here, or "" if they can."""
     if sys.platform != "linux" or shutil.which("unshare") is None:
         return "needs Linux and its command unshare"
     done = subprocess.run(["unshare", "-rn", "true"], capture_output=True, text=True)
@@ -33,7 +33,7 @@ def why_not() -> str:
 
 
 def count(ranks: int, numel: int) -> dict[str, int]:
-    """Bytes on the wire, headers included, of all ranks together, for one sum of `numel` float32: by collective."""
+    """Bytes on the wire by collective, of all ranks, headers included, for one sum of `numel` float32."""
     command = ["unshare", "-rn", sys.executable, __file__, str(ranks), str(numel)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
@@ -61,7 +61,7 @@ def one_rank(rank: int, ranks: int, numel: int, store: str) -> dict[str, int]:
     for name in ("all_reduce_ring", "all_reduce_tree", "all_reduce_naive", "torch"):
         x = torch.ones(numel)
         run = dist.all_reduce if name == "torch" else COLLECTIVES[name]
-        run(x, group=dist.group.WORLD)  # the first time opens connections
+        run(x, group=dist.group.WORLD)  # the first call opens connections
         dist.barrier()
         before = sent_so_far()
         dist.barrier()  # no rank begins before all have read

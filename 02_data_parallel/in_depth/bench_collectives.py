@@ -2,14 +2,14 @@
 
     python 02_data_parallel/in_depth/bench_collectives.py
 
-First every version must give the right sum; only then is anything timed. Two predictions stand beside the measurement,
-each for a message so small that only rounds count, or so large that only bytes count:
+Before any timing, every version must give the correct sum. The table has two predictions next to the
+measurement, for a message so small that only rounds matter, and for one so large that only bytes matter:
 
-    own links    every rank has a link of its own, as in a cluster: cost()
-    one link     all messages pass through one link, as through the memory and the few cores of this machine: the
-                 messages, or the bytes, of all ranks together
+    own links    every rank has its own link, as in a cluster: cost()
+    one link     all messages share one link, as the memory and the few cores of this machine: the messages,
+                 or the bytes, of all ranks together
 
-Where Linux allows a network namespace, the operating system then counts the bytes that are really sent.
+Where Linux allows a network namespace, the operating system then counts the bytes that are sent.
 """
 
 import sys
@@ -27,14 +27,14 @@ from harness.reference import assert_same
 from harness.report import Ratio, paired, write_result
 
 RANKS = 4
-WIRE = 1_000_000  # numbers, where the operating system counts
+WIRE = 1_000_000  # elements, where the operating system counts
 MESSAGES = {"1 KiB": 2**8, "16 MiB": 2**22}  # elements of float32
 OURS = {"all_reduce_ring": all_reduce_ring, "all_reduce_tree": all_reduce_tree, "all_reduce_naive": all_reduce_naive}
 GLOO = "torch.distributed on Gloo"
 
 
 def verify(numel: int) -> dict[str, tuple[int, int]]:
-    """Messages and bytes that this rank sends in each version, once each has given the right sum."""
+    """Messages and bytes that this rank sends in each version, after a check of the sums."""
     sent_by = {}
     for name, all_reduce in (OURS | {GLOO: dist.all_reduce}).items():
         base = torch.arange(numel, dtype=torch.float32) % 97
@@ -47,7 +47,7 @@ def verify(numel: int) -> dict[str, tuple[int, int]]:
 
 
 def measure(numel: int) -> dict[str, Ratio]:
-    """On every rank: seconds of each version over those of the ring."""
+    """On every rank: the ratio of each version's seconds to the ring's."""
     group, x = dist.group.WORLD, torch.zeros(numel)  # zeros stay zeros, however often they are summed
     versions = {name: run for name, run in (OURS | {GLOO: dist.all_reduce}).items() if run is not all_reduce_ring}
     return {
@@ -59,7 +59,7 @@ def measure(numel: int) -> dict[str, Ratio]:
 
 
 def count_bytes() -> None:
-    """What really goes over the wire: a count and no timing, so it may also be called alone."""
+    """Bytes on the wire: a count and no timing, so it can also be called by itself."""
     if problem := _wire.why_not():
         print(f"bytes on the wire are not counted: {problem}")
         return

@@ -2,11 +2,11 @@
 
     python 02_data_parallel/in_depth/bench_gradient_reducers.py              4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-First every gradient of every version is compared with DDP's; only then is anything timed. A step is zero_grad, forward,
-backward, and the wait for the gradients. Ours and DDP's steps alternate in pairs; the table gives the ratio of their
-seconds, which must be at or below 1 within its quartiles for the bucketed version. On CPU that ratio compares the cost
-of the machinery (hooks, copies, launches): compute and communication share the same cores there, so
-overlap wins nothing.
+Before any timing, every gradient of every version is compared with DDP's. A step is zero_grad, forward,
+backward, and the wait for the gradients. Our and DDP's steps alternate in pairs; the table gives the ratio of
+their seconds, which must be at or below 1 within its quartiles for the bucketed version. On CPU that ratio
+compares the overhead (hooks, copies, launches), because compute and communication share the same cores and
+overlap gains nothing.
 """
 
 import sys
@@ -49,7 +49,7 @@ def compare(name: str, sizes: dict[str, int]) -> list[list[str | int | Ratio]]:
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     tokens = make_batch(0, RANKS)[rank][1][0].to(device)
-    labels = tokens.roll(-1, dims=1)  # every token counts: this is about time
+    labels = tokens.roll(-1, dims=1)  # every token is a target, because only time is measured
     valid = labels.numel() * RANKS
 
     theirs = DistributedDataParallel(build(sizes, device), bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True)
@@ -68,12 +68,12 @@ def compare(name: str, sizes: dict[str, int]) -> list[list[str | int | Ratio]]:
 
     rows: list[list[str | int | Ratio]] = []
     for version in VERSIONS:
-        for _ in range(2):  # in its second step DDP has rebuilt its buckets
+        for _ in range(2):  # DDP has rebuilt its buckets by its second step
             ddp_step()
             our_step(version)
         check(models[version], theirs.module, f"{version}, {name} parameters")
     for version in VERSIONS:
-        repeats = 31 if version == "bucketed" else 9  # the others are not close
+        repeats = 31 if version == "bucketed" else 9  # the other ratios are not close to 1
         step = partial(our_step, version)
         ratio = paired(step, ddp_step, repeats=repeats, setup=lambda: dist.barrier(group))
         processor = [] if device.type == "cuda" else [in_processor_seconds(step, ddp_step, repeats)]

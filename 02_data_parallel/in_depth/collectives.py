@@ -1,35 +1,35 @@
-"""The collectives, from send and receive.
+"""The collectives, implemented with send and receive.
 
-Problem. P ranks each hold a tensor, and every rank needs something made of all of them: the sum of the gradients, the
-slices of a weight, the tokens meant for its expert. A network only moves bytes from one rank to one other. In the
-obvious program one root does all the talking: P-1 ranks wait while its single link carries everything.
+Problem. P ranks each have a tensor, and every rank needs a result from all of them: the sum of the gradients,
+the slices of a weight, the tokens of its expert. A network only sends bytes from one rank to one other. In
+the naive program one root sends everything: P-1 ranks wait for its single link.
 
-Idea. Arrange the messages so that every link carries something in every round. Two shapes do nearly all of it:
+Idea. Schedule the messages so that every link is busy in every round. Two patterns do nearly everything:
 
-    tree   0>1                     A rank that has the data becomes a sender, so the number of senders doubles:
-           0>2 1>3                 ⌈log2 P⌉ rounds, the fewest possible. Good for small messages, where latency is all
-           0>4 1>5 2>6 3>7         that costs. But every message is the whole tensor.
+    tree   0>1                     A rank with the data becomes a sender, so the number of senders doubles:
+           0>2 1>3                 ⌈log2 P⌉ rounds, the fewest possible. Good for small messages, where only
+           0>4 1>5 2>6 3>7         latency matters. But every message is the full tensor.
 
-    ring   0 ──> 1 ──> 2           Cut the tensor into P chunks. In every round each rank sends one chunk to the
-           ^           │           right and receives another from the left. Many rounds, but all links are busy all
-           └──── 3 <───┘           the time: good for big messages, where bytes are all that cost. No all-reduce can
-                                   send fewer.
+    ring   0 ──> 1 ──> 2           Split the tensor into P chunks. In every round each rank sends one chunk to
+           ^           │           the right and receives another from the left. It takes many rounds, but all
+           └──── 3 <───┘           links are always busy: good for large messages, where bytes matter.
+                                   No all-reduce can send fewer bytes.
 
-Who holds what, with P = 2, the tensors [a0 a1] on rank 0 and [b0 b1] on rank 1, and rank 0 as the root:
+Results for P = 2, the tensors [a0 a1] on rank 0 and [b0 b1] on rank 1, and rank 0 as the root:
 
     collective     rank 0 after     rank 1 after          collective        rank 0 after     rank 1 after
     broadcast      a0 a1            a0 a1                 all-gather        a0 b1            a0 b1
     reduce         a0+b0 a1+b1      -                     reduce-scatter    a0+b0            a1+b1
     scatter        a0               a1                    all-reduce        a0+b0 a1+b1      a0+b0 a1+b1
     gather         a0 b1            -                     all-to-all        a0 b0            a1 b1
-    (before a gather or all-gather, rank 0 holds only a0 and rank 1 only b1)
+    (before a gather or all-gather, rank 0 has only a0 and rank 1 only b1)
 
-Formulas. A message of m bytes takes α + mβ seconds (Hockney 1994); a rank can send one and receive one at the same
-time. `cost` gives each collective's time as rounds·α + volume·nβ, where n is the bytes of the whole tensor (Thakur,
-Rabenseifner & Gropp 2005), and `bytes_sent` the exact bytes that each rank puts on the wire. The ring all-reduce
-takes 2(P-1)α + 2(P-1)/P·nβ, and Patarasuk & Yuan 2009 prove that its volume is the least possible.
+Formulas. A message of m bytes takes α + mβ seconds (Hockney 1994); a rank can send one and receive one at the
+same time. `cost` gives each collective's time as rounds·α + volume·nβ, where n is the bytes of the full
+tensor (Thakur, Rabenseifner & Gropp 2005), and `bytes_sent` the exact bytes that each rank sends. The ring
+all-reduce takes 2(P-1)α + 2(P-1)/P·nβ, and Patarasuk & Yuan 2009 prove that its volume is the least possible.
 
-    python collectives.py                                   one rank: everything is already where it belongs
+    python collectives.py                                   one rank: nothing has to be sent
     torchrun --nproc_per_node 4 collectives.py              Gloo on CPUs; NCCL if there is a GPU for each rank
     torchrun --nproc_per_node 4 collectives.py --numel 3    fewer elements than ranks
 
@@ -49,10 +49,10 @@ import torch.distributed.nn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Legend: P = world = ranks in the group; n = bytes of the whole tensor; chunk i = the i-th of its P pieces.
+# Legend: P = world = ranks in the group; n = bytes of the full tensor; chunk i = the i-th of its P pieces.
 # All ranks and roots below are ranks *within the group*, so that the group may be any slice of the world.
 Group = dist.ProcessGroup
-Message = tuple[Tensor, int]  # a tensor, and the rank it goes to or comes from
+Message = tuple[Tensor, int]  # a tensor, and the destination or source rank
 Op = Callable[..., Tensor]  # torch.add, torch.maximum, ...: op(a, b, out=c)
 
 
@@ -60,12 +60,12 @@ Op = Callable[..., Tensor]  # torch.add, torch.maximum, ...: op(a, b, out=c)
 
 
 def exchange(group: Group, sends: Sequence[Message] = (), receives: Sequence[Message] = ()) -> None:
-    """One round: post all messages at once; return when this rank's part of them is done.
+    """One round: start all messages at once; return when this rank's part of them is done.
 
-    Every collective below is a sequence of such rounds and touches the network nowhere else. A step's send and receive
-    are posted together: if all ranks of a ring sent first and received afterwards, each would wait for a neighbour that
-    is not listening yet. An empty tensor is not sent; its receiver knows the size too, and does not wait for it.
-    Messages between two ranks arrive in the order in which they were sent, so no round needs a number or a barrier.
+    Every collective below is a sequence of such rounds and communicates nowhere else. A step's send and
+    receive start together: if all ranks of a ring sent before they received, each would wait for a neighbour
+    that does not receive yet. An empty tensor is neither sent nor waited for, since both sides know its size.
+    Messages between two ranks arrive in the order of their sends, so no round needs a tag or a barrier.
     """
     messages = [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for tensor, to in sends if tensor.numel()]
     messages += [dist.P2POp(dist.irecv, into, group=group, group_peer=by) for into, by in receives if into.numel()]
@@ -84,8 +84,8 @@ def place(group: Group, root: int = 0) -> tuple[int, int]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The same memory in one dimension. A tensor with gaps is refused: `tensor.contiguous()` would be a copy, the
-    result would land in the copy, and the caller would go on with the old values."""
+    """The same memory in one dimension. ValueError for a tensor with gaps: `tensor.contiguous()` would be a
+    copy, which would get the result, and the caller would use the old values."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of strides {tensor.stride()} is not contiguous; pass a copy and copy it back")
     return tensor.detach().view(-1)
@@ -107,11 +107,11 @@ def doublings(world: int) -> int:
     return (world - 1).bit_length()
 
 
-# ------------------------------------------------------------------------------ one to all, all to one: whole tensors
+# ----------------------------------------------------------------------- one to all, all to one: full tensors
 
 
 def broadcast_naive(tensor: Tensor, root: int, group: Group) -> None:
-    """Root's tensor to everyone, in place. The root sends it P-1 times, through its one link: (P-1)(α + nβ)."""
+    """Root's tensor to all ranks, in place. The root sends it P-1 times, over its one link: (P-1)(α + nβ)."""
     rank, world = place(group, root)
     data = flat(tensor)
     # --- exercise 2.21: the root sends to every other rank; they receive ---
@@ -123,9 +123,9 @@ def broadcast_naive(tensor: Tensor, root: int, group: Group) -> None:
 
 
 def broadcast_tree(tensor: Tensor, root: int, group: Group) -> None:
-    """Root's tensor to everyone, in place, along a binomial tree: ⌈log2 P⌉(α + nβ).
+    """Root's tensor to all ranks, in place, along a binomial tree: ⌈log2 P⌉(α + nβ).
 
-    P = 8, root 0. After each round twice as many ranks have the tensor. (Any other root: seats are counted from it.)
+    P = 8, root 0. After each round twice as many ranks have the tensor. (Seats are counted from the root.)
 
         distance 1:   0>1
         distance 2:   0>2  1>3
@@ -135,7 +135,7 @@ def broadcast_tree(tensor: Tensor, root: int, group: Group) -> None:
     data, seat = flat(tensor), (rank - root) % world
     for k in range(doublings(world)):
         distance = 2**k
-        # --- exercise 2.22: seats below `distance` have the tensor; who sends to whom in this round? ---
+        # --- exercise 2.22: seats below `distance` have the tensor; which send to which in this round? ---
         if seat < distance and seat + distance < world:
             exchange(group, sends=[(data, (rank + distance) % world)])
         elif distance <= seat < 2 * distance:
@@ -144,9 +144,9 @@ def broadcast_tree(tensor: Tensor, root: int, group: Group) -> None:
 
 
 def reduce_naive(tensor: Tensor, root: int, group: Group, op: Op = torch.add) -> None:
-    """The sum of all tensors into the root's, in place; the others keep theirs: (P-1)(α + nβ).
+    """The sum of all tensors into the root's, in place; other ranks' tensors do not change: (P-1)(α + nβ).
 
-    One rank after the other sends to the root, so that the root needs room for one more tensor and not for P-1.
+    The ranks send to the root one after the other, so that the root has to buffer one tensor, not P-1.
     """
     rank, world = place(group, root)
     data = flat(tensor)
@@ -161,9 +161,9 @@ def reduce_naive(tensor: Tensor, root: int, group: Group, op: Op = torch.add) ->
 
 
 def reduce_tree(tensor: Tensor, root: int, group: Group, op: Op = torch.add) -> None:
-    """The sum of all tensors into the root's, in place: broadcast_tree run backwards, ⌈log2 P⌉(α + nβ).
+    """The sum of all tensors into the root's, in place: broadcast_tree in reverse, ⌈log2 P⌉(α + nβ).
 
-    The tensors of the other ranks are work space: afterwards they hold partial sums. P = 8, root 0:
+    The other ranks' tensors are overwritten with partial sums. P = 8, root 0:
 
         distance 4:   4>0  5>1  6>2  7>3      0 has 0+4, 1 has 1+5, 2 has 2+6, 3 has 3+7
         distance 2:   2>0  3>1                0 has 0+4+2+6, 1 has 1+5+3+7
@@ -187,8 +187,8 @@ def reduce_tree(tensor: Tensor, root: int, group: Group, op: Op = torch.add) -> 
 def scatter(out: Tensor, tensor: Tensor | None, root: int, group: Group) -> None:
     """Chunk i of the root's tensor into `out` of rank i; elsewhere `tensor` is None: (P-1)α + (P-1)/P·nβ.
 
-    [t0 t1 t2 t3] on the root becomes t0 on rank 0, t1 on rank 1, ... All of it must leave the root, so no algorithm
-    has a smaller volume. (A tree has only ⌈log2 P⌉ rounds: it sends half of the chunks, then a quarter, ...)
+    [t0 t1 t2 t3] on the root becomes t0 on rank 0, t1 on rank 1, ... The root must send all other chunks, so
+    no algorithm has a smaller volume. (A tree has only ⌈log2 P⌉ rounds: half of the chunks, a quarter, ...)
     """
     rank, world = place(group, root)
     mine = flat(out)
@@ -204,7 +204,7 @@ def scatter(out: Tensor, tensor: Tensor | None, root: int, group: Group) -> None
 
 
 def gather(out: Tensor | None, tensor: Tensor, root: int, group: Group) -> None:
-    """Rank i's tensor into chunk i of the root's `out` (None elsewhere): scatter backwards, at the same cost."""
+    """Rank i's tensor into chunk i of the root's `out` (None elsewhere): scatter reversed, at equal cost."""
     rank, world = place(group, root)
     mine = flat(tensor)
     if rank != root:
@@ -222,7 +222,7 @@ def gather(out: Tensor | None, tensor: Tensor, root: int, group: Group) -> None:
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: Group) -> None:
-    """Rank i's tensor into chunk i of everyone's `out`, around a ring: (P-1)α + (P-1)/P·nβ."""
+    """Rank i's tensor into chunk i of every rank's `out`, around a ring: (P-1)α + (P-1)/P·nβ."""
     rank, world = place(group)
     chunks = chunks_of(out, world)
     check("tensor", tensor, chunks[rank].numel(), out)
@@ -231,9 +231,9 @@ def all_gather(out: Tensor, tensor: Tensor, group: Group) -> None:
 
 
 def ring_gather(chunks: list[Tensor], group: Group) -> None:
-    """Before: rank i holds chunk i. After: every rank holds every chunk.
+    """Before: rank i has chunk i. After: every rank has every chunk.
 
-    Each rank passes on what it has just received. P = 4:
+    Each rank sends the chunk that it received last. P = 4:
 
                  start      step 0     step 1     step 2
         rank 0   A . . .    A . . D    A . C D    A B C D
@@ -253,7 +253,7 @@ def ring_gather(chunks: list[Tensor], group: Group) -> None:
 def reduce_scatter(out: Tensor, tensor: Tensor, group: Group, op: Op = torch.add) -> None:
     """Chunk i of the sum of all tensors into `out` of rank i, around a ring: (P-1)α + (P-1)/P·nβ.
 
-    `tensor` stays as it was. A partial sum is needed for one step only, so one buffer of a chunk serves for them all.
+    `tensor` does not change. A partial sum is needed for one step only, so all share one buffer of a chunk.
     """
     rank, world = place(group)
     chunks = chunks_of(tensor, world)
@@ -268,10 +268,10 @@ def reduce_scatter(out: Tensor, tensor: Tensor, group: Group, op: Op = torch.add
 
 
 def ring_reduce(chunks: list[Tensor], sums: list[Tensor], group: Group, op: Op) -> None:
-    """`sums[rank]` becomes this rank's chunk of the sum; the other sums are partial ones, on their way to the right.
+    """`sums[rank]` becomes this rank's chunk of the sum; the others are partial sums, sent to the right.
 
-    Chunk i starts on rank i+1, is added to on every rank, and ends on rank i. P = 4; a, b, c, d are the values of ranks
-    0 to 3. Each step shows only what has just arrived and been added to:
+    Chunk i starts on rank i+1, every rank adds to it, and it ends on rank i. P = 4; a, b, c, d are the values
+    of ranks 0 to 3. Each step shows only the sums that were just received and added to:
 
         chunk    0  1  2  3      0   1   2   3       0    1    2    3       0     1     2     3
         rank 0   a  a  a  a      .   .  da   .       .   cda   .    .     bcda    .     .     .
@@ -294,7 +294,7 @@ def ring_reduce(chunks: list[Tensor], sums: list[Tensor], group: Group, op: Op) 
 
 
 def all_reduce_naive(tensor: Tensor, group: Group, op: Op = torch.add) -> None:
-    """The sum of all tensors, in place on every rank, through rank 0's one link: 2(P-1)(α + nβ)."""
+    """The sum of all tensors, in place on every rank, over rank 0's one link: 2(P-1)(α + nβ)."""
     reduce_naive(tensor, 0, group, op)
     broadcast_naive(tensor, 0, group)
 
@@ -308,15 +308,15 @@ def all_reduce_tree(tensor: Tensor, group: Group, op: Op = torch.add) -> None:
 def all_reduce_ring(tensor: Tensor, group: Group, op: Op = torch.add) -> None:
     """The sum of all tensors, in place on every rank: 2(P-1)α + 2(P-1)/P·nβ (Patarasuk & Yuan 2009).
 
-    A reduce-scatter and an all-gather of the same chunks, with one chunk of scratch: partial sums overwrite the tensor.
-    No rank sends more than 2n, however many ranks there are.
+    A reduce-scatter and an all-gather of the same chunks, with one chunk of scratch: partial sums overwrite
+    the tensor. No rank sends more than 2n, for any number of ranks.
 
-    A floating-point sum depends on its order, and chunk i is added up in the order of ranks i+1, i+2, ..., i. But it is
-    added up once, and then copied: all ranks end with the same bits, so equal replicas of a model stay equal.
+    A floating-point sum depends on its order, and chunk i is summed in the order of ranks i+1, i+2, ..., i.
+    But it is summed once, and then copied: all ranks get the same bits, and equal replicas stay equal.
     """
     _, world = place(group)
     chunks = chunks_of(tensor, world)
-    if world > 1:  # alone, the one chunk is the whole tensor, and so would the scratch be
+    if world > 1:  # on one rank the scratch would be as large as the full tensor
         ring_reduce(chunks, chunks, group, op)
         ring_gather(chunks, group)
 
@@ -327,14 +327,14 @@ def all_reduce_ring(tensor: Tensor, group: Group, op: Op = torch.add) -> None:
 def all_to_all(
     out: Tensor, tensor: Tensor, group: Group, out_splits: list[int] | None = None, in_splits: list[int] | None = None
 ) -> None:
-    """Piece j of my tensor to rank j, where the pieces stand in the order of their senders: (P-1)α + (P-1)/P·nβ.
+    """Piece j of my tensor to rank j, which stores pieces in the order of senders: (P-1)α + (P-1)/P·nβ.
 
         rank 0   a0 a1 a2          a0 b0 c0
         rank 1   b0 b1 b2   ──>    a1 b1 c1
         rank 2   c0 c1 c2          a2 b2 c2
 
-    in_splits[j] elements go to rank j, out_splits[j] come from it; None: all pieces are equal. It is a pairwise
-    exchange: in each round all ranks send equally far to the right, so no rank ever has two senders.
+    in_splits[j] elements are sent to rank j, out_splits[j] received from it; None: all pieces are equal. It
+    is a pairwise exchange: in a round all ranks send equally far to the right, so each rank has one sender.
     """
     rank, world = place(group)
     going, coming = pieces_of("in_splits", tensor, in_splits, world), pieces_of("out_splits", out, out_splits, world)
@@ -357,17 +357,17 @@ def pieces_of(name: str, tensor: Tensor, sizes: list[int] | None, world: int) ->
 def barrier(group: Group, device: torch.device | str = "cpu") -> None:
     """Return only after every rank has called it: ⌈log2 P⌉α, by dissemination (Hensgen, Finkel & Manber 1988).
 
-    A byte says "I am here, and so are all that I have heard of". Whom rank 0 of 8 has heard of:
+    A byte means "I have arrived, and so have all ranks that I know of". Rank 0 of 8 then knows of:
 
         distance 1, from 7:   7
-        distance 2, from 6:   7  6 5           6 has heard of 5 before
+        distance 2, from 6:   7  6 5           6 knew of 5 before
         distance 4, from 4:   7  6 5  4 3 2 1
     """
     rank, world = place(group)
     token, heard = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     for k in range(doublings(world)):
         exchange(group, sends=[(token, (rank + 2**k) % world)], receives=[(heard, (rank - 2**k) % world)])
-    heard.item()  # NCCL's wait() holds back the GPU's queue but not the program; reading the byte holds the program too
+    heard.item()  # NCCL's wait() blocks the GPU's stream but not the host; reading the byte blocks both
 
 
 FUNCTIONS: tuple[Callable[..., None], ...] = (
@@ -377,15 +377,15 @@ FUNCTIONS: tuple[Callable[..., None], ...] = (
 COLLECTIVES = {function.__name__: function for function in FUNCTIONS}
 
 
-# --------------------------------------------------------------------------------------------------- what they cost
+# ------------------------------------------------------------------------------------ cost of the collectives
 
 
 def cost(name: str, world: int) -> tuple[int, float]:
     """(rounds, volume): the collective takes rounds·α + volume·nβ seconds (Thakur, Rabenseifner & Gropp 2005).
 
-    It is the longest chain of messages that wait for each other, for a link or for their content, and not what one
-    rank sends: in reduce_tree no rank sends more than n, but ⌈log2 P⌉ such messages follow each other. The additions
-    themselves are left out.
+    The cost is the longest chain of messages that wait for each other, for a link or for their content, not
+    the bytes of one rank: in reduce_tree no rank sends more than n, but ⌈log2 P⌉ such messages follow each
+    other. The additions are left out.
     """
     others, log2, ring = world - 1, doublings(world), (world - 1) / world
     return {
@@ -412,14 +412,14 @@ def seconds(name: str, n: int, world: int, alpha: float, beta: float) -> float:
 
 
 def bytes_sent(name: str, numel: int, element_size: int, world: int, rank: int, root: int = 0) -> int:
-    """The bytes that this rank sends, exactly, whether or not P divides numel: the elements of the whole tensor.
+    """The exact bytes that this rank sends, even if P does not divide numel, the elements of the full tensor.
 
-    The whole tensor of a gather or all-gather is `out`. An all-to-all is meant to cut its tensor as `chunks_of` does.
+    The full tensor of a gather or all-gather is `out`. An all-to-all must split like `chunks_of`.
     """
     size = [numel // world + (i < numel % world) for i in range(world)]
     mine, next_one = size[rank], size[(rank + 1) % world]
     seat = (rank - root) % world
-    up = int(seat > 0)  # every rank but the root sends once towards it
+    up = int(seat > 0)  # every rank but the root sends once towards the root
     down = sum(seat < 2**k and seat + 2**k < world for k in range(doublings(world)))  # children in the tree
     elements = {
         "broadcast_naive": (1 - up) * (world - 1) * numel,
@@ -428,7 +428,7 @@ def bytes_sent(name: str, numel: int, element_size: int, world: int, rank: int, 
         "reduce_tree": up * numel,
         "scatter": (1 - up) * (numel - mine),
         "gather": up * mine,
-        "all_gather": numel - next_one,  # every chunk but the last to arrive
+        "all_gather": numel - next_one,  # every chunk but the last one received
         "reduce_scatter": numel - mine,  # every chunk but the one that ends here
         "all_reduce_naive": up * numel + (1 - up) * (world - 1) * numel,
         "all_reduce_tree": (up + down) * numel,
@@ -442,7 +442,7 @@ def bytes_sent(name: str, numel: int, element_size: int, world: int, rank: int, 
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts the bytes that this rank hands to point-to-point sends."""
+    """Counts the bytes that this rank passes to point-to-point sends."""
 
     total = 0
 
@@ -455,7 +455,7 @@ class SentBytes(TorchDispatchMode):
 def compare(name: str, x: Tensor, root: int, group: Group) -> float:
     """Run a collective and torch.distributed's on this rank's x, [n]; return the largest difference of their results.
 
-    A gather or all-gather starts from x's chunk `rank`. torch.distributed wants chunks of equal size: its are padded.
+    A gather or all-gather starts from x's chunk `rank`. torch.distributed needs equal chunks, so pad them.
     """
     rank, world = place(group)
     call, chunks, is_root = COLLECTIVES[name], chunks_of(x, world), rank == root
@@ -471,7 +471,7 @@ def compare(name: str, x: Tensor, root: int, group: Group) -> float:
     elif name in ("reduce_naive", "reduce_tree"):
         call(got, root, group)
         dist.reduce(want, group_dst=root, group=group)
-        got, want = (got, want) if is_root else (x, x)  # the others get no result
+        got, want = (got, want) if is_root else (x, x)  # other ranks get no result
     elif name.startswith("all_reduce"):
         call(got, group)
         dist.all_reduce(want, group=group)
@@ -522,14 +522,14 @@ def main() -> None:
     options: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if on_gpu:
         torch.cuda.set_device(device)
-        options["device_id"] = device  # opens NCCL's communicator now, with all ranks: a round may concern only two
-    # torch.distributed.nn is imported on top because SentBytes imports it. Imported while a group is up, it would keep
-    # that group alive beyond destroy_process_group, and Gloo's threads could abort the program as it ends.
+        options["device_id"] = device  # opens NCCL's communicator now, with all ranks: rounds may have two
+    # torch.distributed.nn is imported on top because SentBytes imports it. Imported while a group exists, it
+    # would keep the group alive after destroy_process_group, and Gloo's threads could abort the exit.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60), **options)
     group = dist.group.WORLD
     assert group is not None
     rank, world = place(group)
-    root = world // 2  # not 0, or a root that is ignored would go unnoticed
+    root = world // 2  # not 0, or an ignored root would go unnoticed
 
     x = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).to(device)
     if rank == 0:
@@ -545,13 +545,13 @@ def main() -> None:
         for peer, (want, measured, off) in enumerate(table):
             if want != measured:
                 failures.append(f"{name}: rank {peer} sent {measured} bytes; the formula says {want}")
-            if not off <= 1e-10:  # so written, NaN fails too
+            if not off <= 1e-10:  # in this form NaN fails as well
                 failures.append(f"{name}: rank {peer} is off from torch.distributed by {off:.1e}")
         if rank == 0:
             rounds, volume = cost(name, world)
             most = [max(column) for column in zip(*table, strict=True)]
             print(f"{name:16}  {f'{rounds}α + {volume:.2f}nβ':>15}  {most[0]:30}  {most[1]:8}  {most[2]:17.1e}")
-    gc.collect()  # what refers to the group in a cycle must not outlive it
+    gc.collect()  # reference cycles must not keep the group alive
     dist.destroy_process_group()
     if failures:
         sys.exit("\n".join(failures) if rank == 0 else 1)

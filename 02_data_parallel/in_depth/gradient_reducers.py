@@ -1,10 +1,10 @@
-"""Data parallelism: each rank holds the whole model and sees its own part of the batch; the gradients are summed.
+"""Data parallelism: each rank stores the full model and gets its own part of the batch; gradients are summed.
 
-Problem. P ranks compute P different gradients. Before the optimizer may step, each needs the sum of all P. Sending them
-after backward is right and slow: the links idle while backward runs, then the processors idle while gradients are sent.
+Problem. P ranks compute P different gradients, and the optimizer step needs their sum on each rank. Sending
+them after backward is correct but slow: links idle during backward, processors idle during communication.
 
-Idea. Backward finishes the last layer's gradients first, so they can be sent while it works on the layers below. Each
-message pays a start-up time (the dots below), so small gradients share one: they live in flat buffers, the buckets.
+Idea. Backward completes the last layer's gradients first, so they can be sent while earlier layers compute.
+Each message has a start-up time (the dots below), so small gradients share one, in flat buckets.
 
     backward     ---h---g---f---e---d---c---b---a
     naive                                        ···hh···gg···ff···ee···dd···cc···bb···aa| step
@@ -14,13 +14,13 @@ message pays a start-up time (the dots below), so small gradients share one: the
     rank 0  all weights, all gradients, batch part 0     after finish() the gradients are the same on every rank,
     rank 1  all weights, all gradients, batch part 1     so equal weights stay equal and are never sent again
 
-Why a sum. The loss is  sum over this rank's tokens / valid tokens in the whole global batch.  The losses of all ranks
-(and all micro-batches) then add up to the loss of the global batch, and so do their gradients. An average over ranks
-of per-rank means would be another number as soon as ranks have different numbers of valid tokens.
+Why a sum. The loss is  sum over this rank's tokens / valid tokens in the global batch.  The losses of all
+ranks (and all micro-batches) then add up to the loss of the global batch, and so do their gradients. An
+average of per-rank means would be different if ranks have different numbers of valid tokens.
 
 Formulas, for P ranks and gradients of G bytes:
     sent by each rank   2 (P-1)/P G    ring all-reduce: Patarasuk and Yuan 2009
-    held by each rank   G              a gradient is a view of its bucket, so the buckets are no second copy
+    stored on each      G              a gradient is a view of its bucket, so buckets are no second copy
     messages            one per parameter, or one per bucket
 The three versions, and accumulation: Li et al. 2020, "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
 
@@ -46,14 +46,14 @@ from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # now: if first imported while a group exists, it would keep the group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Legend of shapes: B batch, S sequence, H hidden, N heads, D head dim, V vocab.
-IGNORE = -100  # a label that is no target: padding, a prompt, another document
+IGNORE = -100  # a label without a target: padding, a prompt, another document
 MicroBatch = tuple[Tensor, Tensor]  # tokens and labels, both [B, S]
 
 
@@ -65,11 +65,11 @@ def device_of(group: dist.ProcessGroup) -> str:
 
 
 def global_valid_tokens(labels_or_count: Tensor | int, group: dist.ProcessGroup) -> Tensor:
-    """Number of valid tokens (label != -100) in the whole global batch: the divisor of the loss on every rank.
+    """Number of valid tokens (label != -100) in the global batch: the divisor of the loss on every rank.
 
-    Give it this rank's labels, or their count (a number), over *all* micro-batches of the step. The result is a 0-dim
-    int64 tensor, left on its device so that nothing waits for it. It is at least 1: a global batch without a single
-    target then has loss 0, not 0/0.
+    Pass this rank's labels, or their count, over *all* micro-batches of the step. The result is a 0-dim int64
+    tensor on the device, so that the host does not wait. It is at least 1, so that a batch without targets
+    has loss 0, not 0/0.
     """
     given = torch.as_tensor(labels_or_count, device=device_of(group))
     valid = (given != IGNORE).sum() if given.dim() > 0 else given.clone()
@@ -80,9 +80,9 @@ def global_valid_tokens(labels_or_count: Tensor | int, group: dist.ProcessGroup)
 
 
 def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank of the group the parameters and buffers of the group's rank 0, in place.
+    """Copy the parameters and buffers of the group's rank 0 to every rank of the group, in place.
 
-    Data parallelism only ever sends gradients. Replicas that start from different weights stay different for ever.
+    Data parallelism sends only gradients, so replicas with different initial weights would stay different.
     """
     # --- exercise 2.26: the same start on every rank ---
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -94,8 +94,8 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """The method for as long as its object lives: a hook that kept the object alive would do so for good, since the
-    garbage collector cannot see a cycle that runs through autograd's side of a parameter.
+    """A hook that calls `method` but does not keep its object alive. A strong reference would leak the
+    object, because the garbage collector cannot see a cycle that runs through autograd's side of a parameter.
     """
     reference = WeakMethod(method)
 
@@ -110,9 +110,9 @@ def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], N
 def cut_into_buckets(
     parameters: list[nn.Parameter], bucket_bytes: int, first_bytes: int | None = None
 ) -> list[list[nn.Parameter]]:
-    """Buckets of one device and dtype each, filled in the order of `parameters` until they hold `bucket_bytes`.
+    """Buckets of one device and dtype each, filled in the order of `parameters` up to `bucket_bytes`.
 
-    The very first may be smaller (`first_bytes`), so that the network has something to do early.
+    The first can be smaller (`first_bytes`), so that communication starts early.
     """
     # --- exercise 2.29: buckets in the order in which backward completes them ---
     full: list[list[nn.Parameter]] = []
@@ -128,12 +128,12 @@ def cut_into_buckets(
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """A name in the trace of a profiler. Without one it is nothing: to write a name 50 times a step takes its time."""
+    """A named range in a profiler's trace. Without one it is a no-op, because 50 names per step cost time."""
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Reducer:
-    """Sums gradients over the group. All three versions; they differ in two of its arguments (see below).
+    """Sums gradients over the group. The three versions differ in two arguments (see below).
 
         reducer = BucketedReducer(model, group)
         with reducer.no_sync():
@@ -142,26 +142,26 @@ class Reducer:
         reducer.finish()                                      # now every p.grad is the sum over the group
         optimizer.step(); optimizer.zero_grad()
 
-    The way of a gradient: backward completes it -> `start` puts it into its bucket, and launches the buckets that may
-    leave -> `launch` starts the sum of one -> `finish` launches the rest and waits for all. `p.grad` becomes a view of
-    its bucket in the first backward, so nothing is copied back, and gradients take G bytes, not 2 G.
-    `zero_grad(set_to_none=False)` keeps the views and autograd adds straight into the bucket; after
-    `set_to_none=True` it makes a new tensor, which `start` copies in.
+    The path of a gradient: backward completes it -> `start` copies it to its bucket and launches complete
+    buckets in order -> `launch` starts the sum of one -> `finish` launches the rest and waits for all.
+    `p.grad` becomes a view of its bucket in the first backward, so nothing is copied back, and gradients take
+    G bytes, not 2 G. `zero_grad(set_to_none=False)` keeps the views, and autograd adds in place to the
+    bucket; after `set_to_none=True` it makes a new tensor, which `start` copies in.
 
-    early           launch while backward runs; False: all in `finish`, one after the other
-    bucket_bytes    a bucket is closed once it holds this much; 1: every parameter is a bucket of its own
+    early           launch during backward; False: all in `finish`, one after the other
+    bucket_bytes    a bucket is closed once it reaches this size; 1: one bucket per parameter
     first_bytes     the same for the first bucket
-    rebuild         after the first step, cut buckets again in the order in which rank 0 completed its gradients
-    main_grads      sum micro-batches and ranks in fp32, in `p.main_grad`; `p.grad` stays None (Megatron-LM's main_grad)
-    find_unused     one small message more, and a parameter that no rank used keeps gradient None
-    hooks           False: nothing is automatic, call `start(param)` yourself
-    all_reduce      another one than torch's; it blocks, so only without `early`
+    rebuild         after the first step, rebuild buckets in the order in which rank 0 completed its gradients
+    main_grads      sum micro-batches and ranks in fp32, in `p.main_grad` (Megatron-LM's); `p.grad` stays None
+    find_unused     one more small message, and a parameter that no rank used keeps gradient None
+    hooks           False: nothing is automatic, the caller calls `start(param)`
+    all_reduce      a replacement of torch's; it blocks, so only without `early`
 
-    A tied parameter is one parameter; a frozen one (`requires_grad=False` when the reducer is made) is left out. A
-    parameter that got no gradient on this rank sends zeros. If it got none on any rank, its gradient ends as zeros,
-    which AdamW takes as a reason to decay the weight; hence `find_unused`. After a backward that raised, on one rank or
-    on all: `finish()`, which keeps the ranks in step by sending the remaining buckets, then `zero_grad()`. `events`
-    holds the last step: ("ready", parameter's name), ("launch", bucket), ("wait", bucket).
+    A tied parameter counts once; a frozen one (`requires_grad=False` when the reducer is made) is left out. A
+    parameter without a gradient on this rank sends zeros. Without one on any rank, its gradient becomes
+    zeros, and AdamW would decay the weight; hence `find_unused`. After a backward that raised, on one rank or
+    on all, call `finish()`, which sends the remaining buckets so that ranks stay in sync, then `zero_grad()`.
+    `events` has the last step: ("ready", parameter's name), ("launch", bucket), ("wait", bucket).
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Reducer:
             named = [(f"parameter {i}", p) for i, p in enumerate(parameters_or_module)]
         if early and all_reduce is not None:
             raise ValueError("an all_reduce of your own blocks, so nothing can be early: use early=False")
-        self.names = {p: name for name, p in reversed(named) if p.requires_grad}  # the order backward finishes them in
+        self.names = {p: name for name, p in reversed(named) if p.requires_grad}  # in the order of backward
         self.group, self.early, self.rebuild = group, early, rebuild
         self.main_grads, self.find_unused, self.all_reduce = main_grads, find_unused, all_reduce
         self.bucket_bytes, self.first_bytes = bucket_bytes, first_bytes
@@ -196,11 +196,11 @@ class Reducer:
             p.register_post_accumulate_grad_hook(weakly(self.start))  # calls start(p): a hook gets its parameter
 
     def make_buckets(self, order: list[nn.Parameter]) -> None:
-        """Flat tensors for parameters that become complete in this order, and each parameter's place in them."""
+        """Flat tensors for gradients that complete in this order, and each parameter's view of them."""
         self.buckets = cut_into_buckets(order, self.bucket_bytes, self.first_bytes)
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
         self.flats: list[Tensor] = []  # one for each bucket
-        self.views: dict[nn.Parameter, Tensor] = {}  # where each gradient lives in them
+        self.views: dict[nn.Parameter, Tensor] = {}  # each gradient's view of its bucket
         for bucket in self.buckets:
             sizes, dtype = [p.numel() for p in bucket], torch.float32 if self.main_grads else bucket[0].dtype
             self.flats.append(torch.zeros(sum(sizes), dtype=dtype, device=bucket[0].device))
@@ -208,17 +208,17 @@ class Reducer:
                 self.views[p] = part.view_as(p)
 
     def begin(self) -> None:
-        """State of one step, from the first gradient to `finish()`."""
+        """Reset the state of a step, which lasts from the first gradient to `finish()`."""
         self.ready: set[nn.Parameter] = set()  # final on this rank
         self.unused: set[nn.Parameter] = set()  # sent as zeros
         self.works: list[dist.Work] = []  # all-reduces in flight
         self.launched = 0  # buckets sent so far; the next one to send
-        self.missing = [len(bucket) for bucket in self.buckets]  # gradients each bucket still waits for
-        self.stale = set(self.names)  # places in the buckets that still hold the last step's sum
+        self.missing = [len(bucket) for bucket in self.buckets]  # pending gradients of each bucket
+        self.stale = set(self.names)  # parameters whose view still has the last step's sum
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards inside accumulate on this rank and nothing is sent."""
+        """Backward passes inside accumulate gradients on this rank and send nothing."""
         before, self.syncing = self.syncing, False
         try:
             yield
@@ -226,7 +226,7 @@ class Reducer:
             self.syncing = before
 
     def start(self, param: nn.Parameter) -> None:
-        """`param.grad` is final on this rank for this step: what the hook calls, and what you call without hooks."""
+        """`param.grad` is final on this rank for this step. Called by the hook, or by the user."""
         if param in self.ready:
             raise RuntimeError(
                 f"the gradient of {self.names[param]!r} became final twice in one step: call finish() after each "
@@ -241,21 +241,21 @@ class Reducer:
         self.ready.add(param)
         self.events.append(("ready", self.names[param]))
         # --- exercise 2.28: launch while backward runs, in the same order on every rank ---
-        # Messages are matched by order alone. Two ranks may finish gradients in different orders (one did not use a
-        # parameter, say), so a bucket leaves only after all buckets before it have left.
+        # Messages are matched by order alone. Two ranks may complete gradients in different orders (one did
+        # not use a parameter, say), so a bucket is sent only after all buckets before it.
         self.missing[self.bucket_of[param]] -= 1
         while self.early and self.launched < len(self.buckets) and self.missing[self.launched] == 0:
             self.launch(self.launched)
         # --- end exercise ---
 
     def into_bucket(self, param: nn.Parameter) -> None:
-        """The parameter's place in its bucket holds its gradient of this step, zeros if there is none."""
+        """Put the parameter's gradient of this step into its bucket, zeros if there is none."""
         view, stale = self.views[param], param in self.stale
         self.stale.discard(param)
         if self.main_grads:
             if param.grad is None and stale:
                 self.unused.add(param)
-                view.zero_()  # the bucket still holds the last step's sum
+                view.zero_()  # the bucket still has the last step's sum
             elif param.grad is not None:
                 view.copy_(param.grad) if stale else view.add_(param.grad)  # bf16 is added to fp32, and rounded to it
             param.grad, param.main_grad = None, view  # type: ignore[attr-defined]
@@ -273,20 +273,20 @@ class Reducer:
     def launch(self, index: int) -> None:
         # --- exercise 2.27: sum the gradients of one bucket over the group ---
         for p in self.buckets[index]:
-            if p not in self.ready:  # no gradient came: not in this backward, or not at all
+            if p not in self.ready:  # it got no gradient, in this backward or in the full step
                 self.into_bucket(p)
         self.events.append(("launch", index))
         self.launched += 1
         with span(f"all-reduce of bucket {index}"):
             if self.early:
                 self.works.append(dist.all_reduce(self.flats[index], group=self.group, async_op=True))
-            else:  # a sum: the loss is divided already
+            else:  # a sum, because the loss is already divided
                 (self.all_reduce or dist.all_reduce)(self.flats[index], group=self.group)
                 self.events.append(("wait", index))
         # --- end exercise ---
 
     def finish(self) -> None:
-        """Send what is unsent, wait for all, leave summed gradients in `p.grad`. Once per step, on every rank."""
+        """Send the remaining buckets, wait for all, leave sums in `p.grad`. Once per step, on every rank."""
         if not self.ready:
             self.events = []
         while self.launched < len(self.buckets):
@@ -301,18 +301,18 @@ class Reducer:
             for p, used_somewhere in zip(self.names, used.tolist(), strict=True):
                 if not used_somewhere:
                     p.grad = p.main_grad = None  # type: ignore[attr-defined]
-        if self.rebuild:  # on every rank, also on one that ran no backward: it is a collective
+        if self.rebuild:  # a collective, so also on a rank that ran no backward
             self.rebuild_buckets()
         self.begin()
 
     def rebuild_buckets(self) -> None:
-        """Once: the order in which rank 0 completed its gradients is the order of the buckets from now on."""
+        """Once, order the buckets as rank 0 completed its gradients."""
         self.rebuild = False
         names, parameters = list(self.names.values()), list(self.names)
         seen = [names.index(name) for what, name in self.events if what == "ready"]
         seen += [i for i in range(len(names)) if i not in seen]
         order = torch.tensor(seen, device=device_of(self.group))
-        dist.broadcast(order, group_src=0, group=self.group)  # [parameters]: all ranks must cut alike
+        dist.broadcast(order, group_src=0, group=self.group)  # [parameters]: all ranks need the same buckets
         before = self.views
         self.make_buckets([parameters[i] for i in order.tolist()])
         for p, view in self.views.items():
@@ -323,10 +323,10 @@ class Reducer:
                 p.main_grad = view  # type: ignore[attr-defined]
 
 
-# Three versions, each one argument further than the one before.
+# Three versions, each with one argument changed from the one before.
 NaiveReducer = partial(Reducer, early=False, bucket_bytes=1)  # after backward, one gradient after the other
-OverlappedReducer = partial(Reducer, bucket_bytes=1)  # each as soon as it is final, while backward goes on
-BucketedReducer = Reducer  # neighbours share a message: 25 MiB, unless `bucket_bytes` says otherwise
+OverlappedReducer = partial(Reducer, bucket_bytes=1)  # each as soon as it is final, during backward
+BucketedReducer = Reducer  # neighbours share a message, by default of 25 MiB
 VERSIONS: dict[str, Callable[..., Reducer]] = {
     "naive": NaiveReducer,
     "overlapped": OverlappedReducer,
@@ -335,8 +335,8 @@ VERSIONS: dict[str, Callable[..., Reducer]] = {
 
 
 def train_step(model: nn.Module, reducer: Reducer, micro_batches: list[MicroBatch]) -> Tensor:
-    """Forward and backward over this rank's micro-batches. Returns the loss of the global batch, and leaves in each
-    `p.grad` the gradient of that loss: (sum over all valid tokens of all ranks) / (their number)."""
+    """Forward and backward over this rank's micro-batches. Returns the loss of the global batch, (sum over
+    all valid tokens of all ranks) / (their number). Each `p.grad` is then the gradient of that loss."""
     valid = global_valid_tokens(torch.cat([labels.flatten() for _, labels in micro_batches]), reducer.group)
     parts = []
     for i, (tokens, labels) in enumerate(micro_batches):
@@ -348,7 +348,7 @@ def train_step(model: nn.Module, reducer: Reducer, micro_batches: list[MicroBatc
         parts.append(loss.detach())
     reducer.finish()
     total = torch.stack(parts).sum()
-    dist.all_reduce(total, group=reducer.group)  # only to show it: each rank knows its own part of the loss
+    dist.all_reduce(total, group=reducer.group)  # only for the log: each rank has its own part of the loss
     return total
 
 
@@ -391,14 +391,14 @@ class Decoder(nn.Module):
 
 
 def token_loss_sum(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Sum, not mean, of the cross entropy over valid tokens: exactly 0, never NaN, when there is none."""
+    """Sum, not mean, of the cross entropy over valid tokens: exactly 0, never NaN, if there are none."""
     return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def make_batch(step: int, ranks: int, micro_batches: int = 2) -> list[list[MicroBatch]]:
-    """The global batch of one step, as [rank][micro-batch]: bytes of the standard library's own source.
+    """The global batch of one step, as [rank][micro-batch]: bytes of the standard library's source.
 
-    Rank r keeps (P-r)/P of its labels as targets, and the last rank has none at all in its first micro-batch.
+    (P-r)/P of the labels on rank r are targets, and the last rank has none in its first micro-batch.
     """
     rows, length = 2, 64  # B and S of one micro-batch
     data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
@@ -417,7 +417,7 @@ def make_batch(step: int, ranks: int, micro_batches: int = 2) -> list[list[Micro
 
 
 class WireCounter(TorchDispatchMode):
-    """Counts this rank's all-reduces and the bytes it puts on the wire, as torch.distributed is asked for them."""
+    """Counts this rank's all-reduces and the bytes it sends, from its calls to torch.distributed."""
 
     def __init__(self, ranks: int):
         super().__init__()
@@ -439,7 +439,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def folder(name: str) -> Path:
-    """Made here and now, where one line can say why it cannot be."""
+    """Create the folder, or raise an error of one line with the reason."""
     if not name:
         raise argparse.ArgumentTypeError("'' is no name of a folder")
     try:
@@ -479,12 +479,12 @@ def make_reducer(args: argparse.Namespace, model: nn.Module, group: dist.Process
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Three steps beside the reference; prints the table on rank 0 and returns what is wrong."""
+    """Three steps next to the reference; prints the table on rank 0 and returns what is wrong."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    torch.manual_seed(rank)  # on purpose: every rank draws other weights, and broadcast_parameters heals it
+    torch.manual_seed(rank)  # on purpose different on all ranks, to test broadcast_parameters
     model = Decoder().to(device, torch.float64)
     broadcast_parameters(model, group)
-    reference = deepcopy(model)  # the unsharded model, which sees the whole global batch on one rank
+    reference = deepcopy(model)  # the reference runs the full global batch on one rank
     reducer, counter = make_reducer(args, model, group), WireCounter(ranks)
     watched = {0: counter}
     if args.profile:  # open the file in https://ui.perfetto.dev or chrome://tracing
@@ -507,21 +507,21 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         compare(loss, want.detach())
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             compare(p.grad, q.grad)
-            p.data -= 0.1 * p.grad  # plain SGD: it forgives no wrong scale, as Adam would
+            p.data -= 0.1 * p.grad  # plain SGD, because Adam would hide a wrong scale
             q.data -= 0.1 * q.grad
             compare(p.data, q.data)
 
     sent = torch.tensor(counter.bytes, dtype=torch.float64, device=device)
-    dist.all_reduce(sent, group=group)  # a whole number over all ranks, also when P does not divide every tensor
+    dist.all_reduce(sent, group=group)  # an integer over all ranks, even if P does not divide every tensor
     storages = [p.grad.untyped_storage() for p in reducer.names]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     gradients = sum(p.nbytes for p in reducer.names)
-    messages = len(reducer.buckets) if args.all_reduce == "torch" else 0  # the ring is made of sends
+    messages = len(reducer.buckets) if args.all_reduce == "torch" else 0  # the ring uses sends
     last_ready = max(i for i, (what, _) in enumerate(reducer.events) if what == "ready")
     early = sum(what == "launch" for what, _ in reducer.events[:last_ready])
     least = int(args.version != "naive" and len(reducer.buckets) > 1)
     to_send = 2 * (ranks - 1) * (gradients + 2 * 8)
-    rows = [  # what, predicted, measured, is it right? The two scalars are the loss and its divisor, 8 bytes each.
+    rows = [  # what, predicted, measured, passed. The two scalars are the loss and its divisor, 8 bytes each.
         ("largest error against the reference", "<= 1e-10", f"{max(errors):.1e}", all(e <= 1e-10 for e in errors)),
         ("all-reduces: buckets + 2 scalars", messages + 2, counter.all_reduces, messages + 2 == counter.all_reduces),
         ("bytes sent by all ranks, 2 (P-1) G", to_send, round(sent.item()), to_send == round(sent.item())),
@@ -549,7 +549,7 @@ def main() -> None:
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
     rank, wrong = dist.get_rank(), demo(args, dist.group.WORLD, device)
-    gc.collect()  # nothing may refer to the group any more, or its threads are still there when Python ends
+    gc.collect()  # with a reference left, the group's threads would still run when Python ends
     dist.destroy_process_group()
     if rank == 0:
         print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")

@@ -1,4 +1,4 @@
-"""What the benchmarks of this chapter share: N ranks on one machine, gloo on CPU or nccl on GPUs."""
+"""Shared by this chapter's benchmarks: N ranks on one machine, Gloo on CPU or NCCL on GPUs."""
 
 import sys
 import time
@@ -20,7 +20,7 @@ RANKS = 4
 
 
 def launch(benchmark: Callable[[torch.device], None]) -> None:
-    """Run `benchmark(device)` on every rank. No benchmark has options of its own here."""
+    """Run `benchmark(device)` on every rank. The benchmarks here have no options."""
     if sys.argv[1:]:
         print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
         sys.exit(2)
@@ -28,7 +28,7 @@ def launch(benchmark: Callable[[torch.device], None]) -> None:
 
 
 def must_be_equal(got: dict[str, Tensor], want: dict[str, Tensor], what: str, tol: float = 1e-8) -> None:
-    """Nothing is timed before this: a benchmark of a wrong result is worth nothing."""
+    """The check before any timing: a benchmark of a wrong result is worthless."""
     for name, tensor in want.items():
         error = ((got[name] - tensor).abs().max() / tensor.abs().max()).item()
         if not error <= tol:
@@ -43,7 +43,7 @@ def largest(value: float, device: torch.device) -> int:
 
 
 def processor_seconds(step: Callable[[], object]) -> float:
-    """Of all ranks together, gloo's threads included: other programs on the machine cannot lengthen them."""
+    """CPU time of all ranks, with Gloo's threads. Other programs on the machine do not add to it."""
     dist.barrier()
     begin = time.process_time()
     step()
@@ -54,7 +54,7 @@ def processor_seconds(step: Callable[[], object]) -> float:
 
 
 def processor_ratios(a: Callable[[], object], b: Callable[[], object], repeats: int = 9) -> list[float]:
-    """What a costs the processor over what b does, in pairs; who is first alternates."""
+    """Ratios of a's CPU time to b's, measured in pairs, with alternating order."""
     ratios = []
     for repeat in range(repeats):
         seconds = {fn: processor_seconds(fn) for fn in ((a, b) if repeat % 2 else (b, a))}
@@ -62,11 +62,11 @@ def processor_ratios(a: Callable[[], object], b: Callable[[], object], repeats: 
     return ratios
 
 
-# ----------------------------------------------------------------------------------------- what is measured, and beside
+# ------------------------------------------------------------------------------- ours, and torch's to compare
 
 
 class Ours:
-    """A decoder whose steps are those of `make(model)`, one of ZeRO's stages."""
+    """A decoder that is trained by `make(model)`, one of ZeRO's stages."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Ours:
 
 
 class Torchs:
-    """The same decoder and AdamW (or SGD) with what `wrap(model)` of torch's makes of it: FSDP2, or DDP."""
+    """The same decoder and AdamW (or SGD), wrapped by torch: `wrap(model)` applies FSDP2 or DDP."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Torchs:
 
     def step(self, tokens: Tensor, labels: Tensor) -> None:
         self.optimizer.zero_grad()
-        # Torch's average over the ranks, so the mean of this rank's tokens is the right loss for them.
+        # FSDP2 and DDP average over the ranks, so each rank's loss must be the mean over its own tokens.
         (token_loss_sum(self.model, tokens, labels) / labels.numel()).backward()
         self.optimizer.step()
 
@@ -124,14 +124,14 @@ def batch_of_rank(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def after_two_steps(run: Any, tokens: Tensor, labels: Tensor, **how: int) -> dict[str, Tensor]:
-    """Its weights. They are compared in float64: in fp32 Adam's division makes much of the order of sums."""
+    """The weights of `run`. Compare in float64: in fp32 Adam's division amplifies the rounding of sums."""
     for _ in range(2):
         run.step(tokens, labels, **how)
     return run.weights()
 
 
 def one_step(run: Any, tokens: Tensor, labels: Tensor, device: torch.device) -> tuple[int, Any]:
-    """Of the second step, after which all that stays is there: its peak on the fullest rank, and what it sent."""
+    """The second step's peak, the largest of all ranks, and its bytes sent. The first makes the states."""
     run.step(tokens, labels)
     with peak_memory() as memory, communication() as wire:
         run.step(tokens, labels)

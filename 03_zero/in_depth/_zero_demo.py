@@ -1,6 +1,6 @@
-"""What the demos of this chapter share: a small decoder, its text, one step, the reference, a byte counter, a table.
+"""Shared by this chapter's demos: a small decoder, its text, a step, the reference, a byte counter, a table.
 
-No technique is in here, and nothing of it is needed to read one. A script is copied together with this file.
+No technique is in here, and reading one does not need this file. A script is copied together with it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # now: if first imported while a group exists, it would keep the group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Legend of shapes: B batch, S sequence, H hidden, D head dim, V vocab. N is the number of ranks everywhere else.
-IGNORE = -100  # a label that is no target
+IGNORE = -100  # a label without a target
 MicroBatch = tuple[Tensor, Tensor]  # tokens and labels, both [B, S]
 
 # ------------------------------------------------------------------------------------------ a small model and its text
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm, head. `layers` blocks are the units of stage 3. The odd sizes make padding necessary."""
+    """Embedding, `layers` blocks (the units of stage 3), norm, head. The odd sizes make padding necessary."""
 
     def __init__(self, vocab: int = 257, hidden: int = 48, heads: int = 4, layers: int = 3, tied: bool = False):
         super().__init__()
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
 
 def token_loss_sum(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross entropy over valid tokens, in fp32 or better: 0, not NaN, when there is none."""
+    """Sum of the cross entropy over valid tokens, in fp32 or better: 0, not NaN, if there are none."""
     logits = model(tokens).flatten(0, 1)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -75,9 +75,9 @@ def token_loss_sum(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 def make_batch(
     step: int, ranks: int, micro_batches: int = 2, rows: int = 1, length: int = 24
 ) -> list[list[MicroBatch]]:
-    """A global batch as [rank][micro-batch], from the source of Python's own tokenizer, as bytes.
+    """A global batch as [rank][micro-batch], from the bytes of Python's own tokenizer module.
 
-    The later a rank, the fewer of its tokens are targets, so that an average over ranks would be wrong.
+    Later ranks have fewer targets, so that an average over ranks would be wrong.
     """
     data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
     count = ranks * micro_batches * rows
@@ -90,7 +90,7 @@ def make_batch(
 
 
 def valid_tokens(batch: list[MicroBatch], group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Tensor:
-    """Number of targets in the whole global batch, by which every rank divides its loss. At least 1."""
+    """Number of targets in the global batch, by which every rank divides its loss. At least 1."""
     valid = torch.stack([(labels != IGNORE).sum() for _, labels in batch]).sum().to(device)
     dist.all_reduce(valid, group=group)
     return valid.clamp(min=1)
@@ -106,9 +106,9 @@ def train_step(
     max_norm: float | None = None,
     everyone: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Forward and backward over this rank's micro-batches, at any stage. Returns the loss of the global batch; the
-    gradients are where the stage keeps them, so `zero.step()` comes next."""
-    group = everyone or zero.group  # all ranks with other tokens: more than the shards' where there are copies of these
+    """Forward and backward over this rank's micro-batches, at any stage. Returns the loss of the global
+    batch. Afterwards the gradients are ready for `zero.step()`."""
+    group = everyone or zero.group  # all ranks with different tokens; with HSDP more than the group of shards
     valid = valid_tokens(batch, group, batch[0][0].device)
     total = torch.zeros((), dtype=torch.float64, device=valid.device)
     zero.zero_grad()
@@ -119,7 +119,7 @@ def train_step(
         total += loss.detach()
     if max_norm is not None:
         zero.clip_grad_norm(max_norm)
-    dist.all_reduce(total, group=group)  # only to show it
+    dist.all_reduce(total, group=group)  # only for the log
     return total
 
 
@@ -128,8 +128,8 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def worst_of(errors: Iterable[float]) -> float:
-    """The largest error, and NaN if any is NaN. (`max(0.0, nan)` is 0.0: a demo that used it said PASS with NaN in
-    every weight.)"""
+    """The largest error, or NaN if any is NaN. (`max(0.0, nan)` is 0.0, so a demo that used it printed PASS
+    with NaN in every weight.)"""
     errors = [0.0, *errors]
     return math.nan if any(math.isnan(e) for e in errors) else max(errors)
 
@@ -137,11 +137,11 @@ def worst_of(errors: Iterable[float]) -> float:
 def error_against_the_unsharded_model(
     make: Callable[..., Any], group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Largest error in losses, gradients and weights over three steps of SGD in float64, beside the unsharded model."""
+    """Largest error of losses, gradients and weights in three float64 SGD steps against the full model."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
     reference = Decoder().to(device, torch.float64)
-    torch.manual_seed(rank)  # on purpose: every rank but 0 starts from other weights, until sharding heals it
+    torch.manual_seed(rank)  # on purpose different on all ranks, until sharding broadcasts rank 0's weights
     model = Decoder().to(device, torch.float64)
     zero = make(model, torch.optim.SGD(model.parameters(), lr=0.1), group)
     errors: list[float] = []
@@ -159,7 +159,7 @@ def error_against_the_unsharded_model(
         for name, q in reference.named_parameters():
             assert q.grad is not None
             errors.append(error(gradients[name], q.grad))
-            q.data -= 0.1 * q.grad  # plain SGD: it forgives no wrong scale, as Adam would
+            q.data -= 0.1 * q.grad  # plain SGD, because Adam would hide a wrong scale
             errors.append(error(weights[name], q.data))
     return worst_of(errors)
 
@@ -168,8 +168,8 @@ def error_against_the_unsharded_model(
 
 
 class WireCounter(TorchDispatchMode):
-    """Bytes that this rank sends in a group: a message to one rank its payload, a collective its payload times that of
-    a ring, which the library is free to undercut or to exceed. gloo exceeds it: its reduce-scatter is an all-reduce."""
+    """Bytes that this rank sends in a group: a message's payload, a collective's payload times the ring's
+    factor. A library may send less or more: Gloo's reduce-scatter is an all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__()
@@ -188,7 +188,7 @@ class WireCounter(TorchDispatchMode):
                 "send": (args[0], 1),
                 "broadcast_": (args[0], 0 if last else 1),
             }
-            if func._opname not in known:  # to count it as nothing would be a lie
+            if func._opname not in known:  # counting it as 0 would be wrong
                 raise NotImplementedError(f"the demo's counter does not know what {func._opname} sends")
             tensors, times = known[func._opname]
             self.bytes += (group.group_name == self.name) * times * sum(t.nbytes for t in tensors)
@@ -196,13 +196,13 @@ class WireCounter(TorchDispatchMode):
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind these tensors; Adam's step counters (no dimension) are left out."""
+    """Bytes of the distinct storages of these tensors, without Adam's step counters (no dimension)."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.dim() > 0}
     return sum(storages.values())
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """One line on stderr and exit code 2, before any process group exists; of all ranks only the first speaks."""
+    """One line on stderr, from the first rank only, and exit code 2, before any process group exists."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
@@ -219,7 +219,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 @contextmanager
 def world() -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
-    """The ranks that torchrun started, or one alone."""
+    """The ranks that torchrun started, or a single one."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
     if gpu:
@@ -229,15 +229,15 @@ def world() -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
     group = dist.group.WORLD
     assert group is not None
     yield group, device
-    gc.collect()  # nothing may refer to the group any more, or its threads are still there when Python ends
+    gc.collect()  # with a reference left, the group's threads would still run when Python ends
     dist.destroy_process_group()
 
 
-Row = tuple[str, object, object, bool]  # what, predicted, measured, is it right?
+Row = tuple[str, object, object, bool]  # what, predicted, measured, passed
 
 
 def report(rows: Sequence[Row], group: dist.ProcessGroup) -> bool:
-    """Rank 0 prints the table and PASS, or FAIL and the numbers that are off on any rank."""
+    """Rank 0 prints the table and PASS, or FAIL and the values that are wrong on any rank."""
     rank = dist.get_rank(group)
     everyone: list[list[str]] = [[]] * dist.get_world_size(group)
     off = [f"rank {rank}: {what} is {got}, not {want}" for what, want, got, right in rows if not right]
@@ -254,7 +254,7 @@ def report(rows: Sequence[Row], group: dist.ProcessGroup) -> bool:
 def measure(
     stage: int, group: dist.ProcessGroup, device: torch.device, make: Callable[..., Any] | None = None
 ) -> tuple[int, int, int, float]:
-    """One bf16 AdamW step: (bytes held, padded number of parameters, bytes of weights kept by stage 3, bytes sent).
+    """One bf16 AdamW step: (bytes stored, padded parameters, bytes of weights kept by stage 3, bytes sent).
 
     `make(stage, model, optimizer, group, units=, master=)` is `make_zero` of zero3.py; stage 0 needs none.
     """
@@ -269,7 +269,7 @@ def measure(
     padded = [-(-count // ranks) * ranks for count in per_bucket]
     kept = 2 * (padded[-2] + padded[-1]) if stage == 3 else 0  # the last layer, and what is in no layer; 2 bytes each
     loss_of = [lambda: sum(token_loss_sum(model, x, y) for x, y in batch) / valid][0]
-    if make is None:  # every rank holds and updates all: what ZeRO starts from
+    if make is None:  # data parallelism, where every rank stores and updates everything
         masters = [p.detach().float() for p in model.parameters()]
         optimizer: Any = torch.optim.AdamW(masters)
         with WireCounter(group) as wire:

@@ -1,10 +1,10 @@
 """Stage 3, its hybrid and its full state against torch's FSDP2 (`fully_shard`): same model and units, 4 ranks, one run.
 
-    python 03_zero/in_depth/bench_zero3.py             4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 03_zero/in_depth/bench_zero3.py             4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-First the weights after two steps in float64 are compared, of AdamW and, for HSDP on 2 shards x 2 copies, of SGD, and
-then both full states; only then is anything measured. Both gather the next unit while one computes, and keep the root
-gathered between forward and backward; we keep the last unit too.
+Before any measurement, the weights after two steps in float64 are compared, with AdamW and, for HSDP on 2
+shards x 2 copies, with SGD, and then both full states. Both prefetch the next unit while one computes, and
+keep the root gathered between forward and backward; ours also keeps the last unit.
 """
 
 import gc
@@ -76,7 +76,7 @@ def verify(device: torch.device, groups: Any, mesh: Any) -> None:
 
 
 def steps_of(device: torch.device, ours: Ours, theirs: Torchs) -> list[Any]:
-    """Ratio of seconds, of peaks, torch's peak, and what both send."""
+    """Ratios of seconds and of peaks, torch's peak, and the bytes sent by both."""
     batch = batch_of_rank(device)
     (peak, sent), (torchs_peak, sent_by_torch) = (one_step(run, *batch, device) for run in (ours, theirs))
     ratio = paired(partial(ours.step, *batch), partial(theirs.step, *batch), repeats=9, setup=dist.barrier)

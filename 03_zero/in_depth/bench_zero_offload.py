@@ -1,9 +1,9 @@
-"""The optimizer on the host, against the same stage without offloading: bytes on either side, on the link, and time.
+"""The optimizer on the host, against the same stage without offloading: bytes on each side, link bytes, time.
 
-    python 03_zero/in_depth/bench_zero_offload.py      4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 03_zero/in_depth/bench_zero_offload.py      4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-First the weights after two steps in float64 are compared, with two micro-batches each; only then is anything measured.
-On a CPU host and device are the same memory, so the time is what the copies and the slots cost, and not a link's.
+Before any measurement, the weights after two steps in float64 are compared, with two micro-batches each.
+On a CPU host and device share one memory, so the time has the cost of copies and slots, but not of a link.
 """
 
 import gc

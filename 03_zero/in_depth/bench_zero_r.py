@@ -1,10 +1,10 @@
-"""ZeRO-R on 4 ranks: checkpoints replicated, partitioned and offloaded; what a constant buffer costs and saves.
+"""ZeRO-R on 4 ranks: replicated, partitioned and offloaded checkpoints; cost and gain of a constant buffer.
 
-    python 03_zero/in_depth/bench_zero_r.py            4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 03_zero/in_depth/bench_zero_r.py            4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-First each kind's gradients are compared with those of replicated checkpoints, kept whole by torch's own
-`torch.utils.checkpoint`, and the sums through a constant buffer with those through a fused one; only then is anything
-timed. What fragmentation costs, without and with M_D, is counted.
+Before any timing, the gradients of each kind are compared with torch's own `torch.utils.checkpoint`, which
+keeps full checkpoints on every rank, and the sums through a constant buffer with the sums through a fused
+one. The cost of fragmentation, without and with M_D, is counted, not timed.
 """
 
 import sys

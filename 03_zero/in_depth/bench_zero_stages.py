@@ -1,14 +1,14 @@
 """Stages 1 and 2 against torch's DistributedDataParallel with ZeroRedundancyOptimizer: same model, 4 ranks, one run.
 
-    python 03_zero/in_depth/bench_zero_stages.py              4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 03_zero/in_depth/bench_zero_stages.py              4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-First the weights after two steps in float64 are compared, of every stage and of gathers during the next forward
-(zero_overlap.py); only then is anything measured. A step is zero_grad, forward, backward with its communication, and
-the update. Peaks count every tensor from the building of the model on, on the rank where they are largest.
+Before any measurement, the weights after two steps in float64 are compared, for every stage and for gathers
+during the next forward (zero_overlap.py). A step is zero_grad, forward, backward with its communication, and
+the update. Peaks count every tensor since the model was built, on the rank with the largest peak.
 
-On a CPU two more tables say what gloo's reduce-scatter costs beside its all-reduce, and what a step of each stage puts
-on the wire: the loopback interface, whose bytes the operating system counts. As root, the processes get a network of
-their own, in which nobody else sends; otherwise the smallest of five windows is theirs, since others only add.
+On a CPU two more tables show the cost of Gloo's reduce-scatter against its all-reduce, and each stage's bytes
+per step on the wire, as the operating system counts them on the loopback interface. As root, the processes
+get their own network; otherwise the smallest of five windows counts, since other traffic only adds.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ MIB = 2**20
 BUCKET = 4  # MiB, of both
 ON_CPU = not torch.cuda.is_available()
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of sched.h
-# gloo's own reduce-scatter is an all-reduce inside, so on a CPU both are measured: its own, and sums from rank to rank.
+# Gloo's reduce-scatter is an all-reduce inside, so on a CPU it is measured next to point-to-point sends.
 DIRECT = {"reduce_scatter": ExchangeAndSum, "all_gather": SendToAll}
 WAYS = {"": {}, ", point to point": DIRECT} if ON_CPU else {"": {}}
 OURS = {f"stage {stage}{how}": (stage, own) for how, own in WAYS.items() for stage in (1, 2)}
@@ -101,7 +101,7 @@ def verify(device: torch.device) -> None:
         run = gathers(make_overlapped, stage, LARGE, *on)
         for _ in range(2):
             run.step(*batch)
-        got = {name: p.detach().clone() for name, p in run.model.named_parameters()}  # whoever reads, waits
+        got = {name: p.detach().clone() for name, p in run.model.named_parameters()}  # the read waits
         must_be_equal(got, want, f"stage {stage}, gathers in forward")
     want = after_two_steps(torchs(SMALL, *on), *batch)
     for (what, how), make in WIRE.items() if ON_CPU else ():
@@ -132,7 +132,7 @@ def compare_steps(device: torch.device) -> list[list]:
 
 
 def travelling_in_forward(run: Ours, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
-    """(buckets that nobody had waited for when the first block began to compute, buckets)."""
+    """(buckets without a wait when the first block began to compute, buckets)."""
     run.step(tokens, labels)
     log = run.zero.log
     handle = run.model.layers[0].qkv.register_forward_pre_hook(lambda *_: log.append(("forward", 0)))
@@ -165,10 +165,10 @@ def compare_gathers(device: torch.device) -> list[list]:
 
 
 def compare_reductions(device: torch.device) -> list[list]:
-    """gloo's reduce-scatter against its all-reduce, and an exchange with a sum: the same buffer of a bucket."""
+    """Gloo's reduce-scatter, and `ExchangeAndSum`, against its all-reduce, on the same buffer of a bucket."""
     numel, group, rows = BUCKET * MIB // 4, dist.group.WORLD, []
     flat, mine = torch.ones(numel, device=device), torch.empty(numel // RANKS, device=device)
-    whole = torch.zeros(numel)  # zeros stay what they are, however often they are added
+    whole = torch.zeros(numel)  # zeros stay zeros, however often they are summed
     all_reduce = partial(dist.all_reduce, whole, group=group)
     for what, way in {
         "gloo's reduce-scatter": partial(reduce_scatter, mine, flat, group=group),
@@ -183,7 +183,7 @@ def compare_reductions(device: torch.device) -> list[list]:
 
 
 def received() -> int:
-    """Bytes that have come over the loopback interface, those of TCP's and IP's headers included."""
+    """Bytes received on the loopback interface, TCP and IP headers included."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[0])
 
@@ -199,9 +199,9 @@ def count_on_the_wire(device: torch.device) -> list[list]:
     rows, batch = [], batch_of_rank(device)
     for (what, how), make in WIRE.items():
         run, windows = make(SMALL, device), []
-        run.step(*batch)  # DDP's first step cuts its buckets anew, and says so to all
+        run.step(*batch)  # DDP rebuilds its buckets in the first step, and broadcasts them
         for _ in range(5):
-            dist.barrier()  # nobody sends before everybody is here
+            dist.barrier()  # no rank sends before all ranks are here
             before = received()
             dist.barrier()
             with communication() as sent:
@@ -209,7 +209,7 @@ def count_on_the_wire(device: torch.device) -> list[list]:
             dist.barrier()
             windows.append(received() - before)
         formula = torch.tensor(float(sent.total), dtype=torch.float64)
-        dist.all_reduce(formula)  # the wire has what all ranks send
+        dist.all_reduce(formula)  # the wire carries the bytes of all ranks
         rows.append([what, how, round(formula.item()), min(windows), min(windows) / formula.item()])
     return rows
 

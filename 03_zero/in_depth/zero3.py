@@ -1,13 +1,13 @@
-"""ZeRO stage 3: a rank keeps its shard of everything. Weights are fetched layer by layer, used, and dropped again.
+"""ZeRO stage 3: a rank stores its shard of everything, and all-gathers weights layer by layer to use them.
 
-Problem. After stage 2 each rank still holds all weights, 2 Psi bytes, although it computes with one layer at a time.
+Problem. After stage 2 each rank still stores all weights, 2 Psi bytes, but computes with one layer at a time.
 
-Idea. Cut the model into units (a layer each; what is in no layer is the root unit). A unit's weights live as one flat
-buffer, of which each rank owns a shard. Gather the buffer before the unit computes and drop it afterwards; in backward
-gather it again, since the gradient of its input needs the weights. While one unit computes, the next is on its way:
+Idea. Split the model into units: each layer is one, the rest is the root unit. A unit's weights are one flat
+buffer, of which each rank owns a shard. Gather it before the unit computes and drop it afterwards. Backward
+gathers it again to compute the gradient of the unit's input. While one unit computes, prefetch the next:
 
     forward            backward
-    gather  0 1 2 3    .  2 1 0 .          .  unit 3, the last, was kept: backward needs it first
+    gather  0 1 2 3    .  2 1 0 .          .  unit 3, the last, stays gathered: backward needs it first
     compute   0 1 2 3  3  2 1 0
     drop        0 1 2     3 2 1 0
     reduce                3 2 1 0          reduce-scatter of the gradients, as in stage 2
@@ -15,21 +15,21 @@ gather it again, since the gradient of its input needs the weights. While one un
     between steps                 rank 0 | w0 | g0 | states 0 |      rank 1 | w1 | g1 | states 1 |   ...
     while unit n computes         rank 0 | w0 | g0 | states 0 | all of unit n | all of unit n+1 | all of the root
 
-How a weight can vanish. Each parameter is a view of its unit's flat buffer. Dropping the unit sets the *storage* of the
-buffer to zero bytes. Autograd has saved views of the same storage for backward, and a view keeps its storage object
-alive but not its bytes, so it cannot keep a unit by accident. When the storage is filled again, all views see it.
-(Gather into a new tensor each time, and autograd keeps them all: stage 3 then holds more than stage 2.)
+How weights are freed. Each parameter is a view of its unit's flat buffer. Dropping the unit resizes the
+*storage* of the buffer to zero bytes. Views that autograd has saved keep the storage object alive but not its
+bytes, so they cannot keep a unit by accident. When the storage is filled again, all views see it. (With a new
+tensor for each gather, autograd would keep them all, and stage 3 would store more than stage 2.)
 
 Formulas, for Psi parameters, K bytes of state each, weights and gradients of 2 bytes (arXiv 1910.02054, 5.3 and 7.2):
-    holds   (2 + 2 + K) Psi / N                          each unit padded to a multiple of N
+    stores  (2 + 2 + K) Psi / N                          each unit padded to a multiple of N
     peak    + 2 (root) + 2 (two units)                   weights in flight
             + 2 (root) + 2 (two units)                   gradients: of the unit that computes, and of one being reduced
     sends   3 (2 Psi) (N-1)/N                            less (2 kept)(N-1)/N for the last unit and the root
-The mechanism is that of PyTorch's FSDP: Zhao et al. 2023 (arXiv 2304.11277), sections 3.2 and 3.3.
+PyTorch's FSDP has the same mechanism: Zhao et al. 2023 (arXiv 2304.11277), sections 3.2 and 3.3.
 
 Run it:
     python zero3.py                                      one rank, CPU or GPU
-    torchrun --nproc_per_node 2 zero3.py                 gloo on CPU, nccl on GPU; prints the order of events
+    torchrun --nproc_per_node 2 zero3.py                 Gloo on CPU, NCCL on GPU; prints the order of events
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -50,7 +50,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zero_stages import Bucket, Zero1, Zero2, all_gather, demo
 
 # N is the number of ranks, S the elements of a rank's shard.
-# What may be asked of a parameter whose values are elsewhere. Everything else would read memory that is not there.
+# What a dropped parameter still offers. Everything else would read memory that has been freed.
 ALLOWED_WITHOUT_VALUES = {
     *("grad", "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn", "_version"),
     *(
@@ -79,7 +79,7 @@ ALLOWED_WITHOUT_VALUES = {
 
 
 class Dropped(nn.Parameter):
-    """What a parameter is while its unit is not gathered: using it is an error that names it, not a wrong result."""
+    """The class of a parameter whose unit is not gathered: using it raises an error that names it."""
 
     described: str  # its name, and its unit's
 
@@ -99,20 +99,20 @@ class Dropped(nn.Parameter):
 
 
 class Unit:
-    """Weights that are gathered and dropped together. `buckets` of one dtype each; the frozen ones get no gradient."""
+    """Weights that are gathered and dropped together, in `buckets` of one dtype, trainable or frozen."""
 
     def __init__(self, index: int, name: str, module: nn.Module):
         self.index, self.name, self.module = index, name, module
         self.trainable: list[int] = []  # indices of its buckets in Zero3.buckets
         self.buckets: list[Bucket] = []
         self.flats: list[Tensor] = []  # [padded] while gathered; no storage while dropped
-        self.shards: list[Tensor] = []  # [S] my shard of the weights: all that stays
+        self.shards: list[Tensor] = []  # [S] my shard of the weights, stored all the time
         self.works: list[dist.Work] = []
         self.gathered = False
 
 
 class AfterBackward(torch.autograd.Function):
-    """Hands tensors through. Its backward runs when their gradients are complete: the unit that got them is done."""
+    """Identity on a unit's inputs. Its backward runs when their gradients are complete: the unit is done."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -126,21 +126,21 @@ class AfterBackward(torch.autograd.Function):
 
 
 class Zero3(Zero2):
-    """Stage 3 (P_os+g+p): one new idea on top of stage 2. Weights too exist only while they are used.
+    """Stage 3 (P_os+g+p): one new idea on top of stage 2. Full weights, too, exist only while they are used.
 
         zero = Zero3(model, optimizer, group, units=model.layers, master=torch.float32)
 
-    and then as in `Zero1`. `units` are the modules whose weights come and go, in the order of forward. Parameters in
-    none of them (embedding, last norm, head) are the root unit, gathered from the start of the model's forward to the
-    end of backward. Any module works whose units use their own parameters only, and are called on all ranks alike;
-    recomputation (torch.utils.checkpoint, both kinds) around or inside units does too. A unit may be called again.
+    and then as in `Zero1`. `units` are the modules to gather and drop, in the order of forward. All other
+    parameters (embedding, last norm, head) are the root unit, gathered from the start of the model's forward
+    to the end of backward. The units must use only their own parameters and be called on all ranks alike.
+    Recomputation (torch.utils.checkpoint, both kinds) works around and inside units. A unit may run again.
 
     keep      leave the last unit and the root gathered between forward and backward, which needs them first
     prefetch  gather the next unit while this one computes
 
-    Outside of forward and backward parameters have no values: use `full_weights()`. `no_sync()` is as costly as in
-    stage 2, and saves no all-gather. `events` also has ("gather" | "wait" | "drop", unit) and, for forward and
-    backward of a unit, ("forward", unit), ("forward done", unit), ("backward", unit), ("backward done", unit).
+    Outside forward and backward parameters have no values: use `full_weights()`. `no_sync()` costs as much as
+    in stage 2 and saves no all-gather. `events` also has ("gather" | "wait" | "drop", unit) and a unit's
+    ("forward", unit), ("forward done", unit), ("backward", unit), ("backward done", unit).
     """
 
     stage = 3
@@ -165,10 +165,10 @@ class Zero3(Zero2):
             unit.module.register_forward_pre_hook(partial(self.before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self.after_forward, unit))
 
-    # ---- who owns what
+    # ---- which unit owns a parameter
 
     def make_buckets(self) -> list[Bucket]:
-        """One bucket for each unit, dtype and device; last unit first, as backward completes them."""
+        """One bucket for each unit, dtype and device; last unit first, in the order of backward."""
         names, every = self.everything, set(self.module.parameters())
         owner: dict[nn.Parameter, Unit] = {}
         for unit in self.units:
@@ -212,7 +212,7 @@ class Zero3(Zero2):
         return buckets
 
     def hold_weights(self) -> None:
-        """Keep my shard of each unit and drop the rest."""
+        """Store my shard of each unit and free the rest."""
         self.weight_shards: dict[Bucket, Tensor] = {}
         for unit in [*self.units, self.root]:
             for bucket in unit.buckets:
@@ -225,10 +225,10 @@ class Zero3(Zero2):
     def weight_shard(self, index: int) -> Tensor:
         return self.weight_shards[self.buckets[index]]
 
-    # ---- weights come and go
+    # ---- gather and drop
 
     def request(self, unit: Unit) -> None:
-        """Start to gather a unit, unless it is here or on its way."""
+        """Start to gather a unit, unless it is gathered or in flight."""
         if unit.gathered:
             return
         unit.gathered = True
@@ -240,7 +240,7 @@ class Zero3(Zero2):
             # --- end exercise ---
 
     def gather(self, unit: Unit) -> None:
-        """Have a unit here, ready to be used."""
+        """Gather a unit and wait for it, so that it can compute."""
         self.request(unit)
         if unit.works:
             self.events.append(("wait", unit.name))
@@ -251,10 +251,10 @@ class Zero3(Zero2):
                 p.__class__ = nn.Parameter
 
     def drop(self, unit: Unit) -> None:
-        """Free a unit's bytes, also for views of it that autograd keeps."""
+        """Free a unit's bytes, although autograd may keep views of it."""
         if not unit.gathered:
             return
-        while unit.works:  # asked for but never used
+        while unit.works:  # prefetched but never used
             unit.works.pop().wait()
         self.events.append(("drop", unit.name))
         unit.gathered = False
@@ -273,7 +273,7 @@ class Zero3(Zero2):
 
     def request_next(self, unit: Unit, step: int) -> None:
         """Gather the unit after this one (step 1, forward) or before it (step -1, backward) while this one computes."""
-        # --- exercise 3.31: whom does forward need next, and whom backward? ---
+        # --- exercise 3.31: which unit does forward need next, and which one backward? ---
         first = 0 if step == 1 else len(self.units) - 1
         following = first if unit is self.root else unit.index + step
         if self.prefetching and 0 <= following < len(self.units):
@@ -286,7 +286,7 @@ class Zero3(Zero2):
         if unit is self.root:
             self.in_backward = False
         self.gather(unit)
-        if not self.in_backward:  # else it is a recomputation, and backward decides what comes next
+        if not self.in_backward:  # in a recomputation, backward prefetches instead
             self.request_next(unit, 1)
         self.events.append(("forward", unit.name))
         if not torch.is_grad_enabled():
@@ -304,24 +304,24 @@ class Zero3(Zero2):
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self.before_backward, unit))
-        if self.in_backward:  # a recomputation: backward through this unit comes right after
+        if self.in_backward:  # a recomputation: backward of this unit follows at once
             return
         last = unit is self.root or unit.index == len(self.units) - 1
         if not (self.keep and last and torch.is_grad_enabled()):
             self.drop(unit)
 
     def before_backward(self, unit: Unit, gradient: Tensor) -> None:
-        """The gradient of an output of the unit is there."""
+        """Hook: the gradient of an output of the unit is complete."""
         self.in_backward = True
         self.gather(unit)
         self.request_next(unit, -1)
         self.events.append(("backward", unit.name))
 
     def after_backward(self, unit: Unit) -> None:
-        """The gradients of the unit's inputs are there, so those of its weights are too.
+        """The gradients of the unit's inputs are complete, and so are the gradients of its weights.
 
-        The reduction starts here, and not when the last gradient is final: that moment may never come on a rank that
-        left a parameter unused, and all ranks must call their collectives in the same order.
+        The reduction starts here, not in the hook of the last gradient. If a rank does not use a parameter,
+        that hook never runs there, but all ranks must call their collectives in the same order.
         """
         self.events.append(("backward done", unit.name))
         self.drop(unit)
@@ -329,10 +329,10 @@ class Zero3(Zero2):
             for index in unit.trainable:
                 self.launch(index)
 
-    # ---- what stage 2 does otherwise
+    # ---- what differs from stage 2
 
     def after_ready(self) -> None:
-        """Nothing: see `after_backward`."""
+        """Does nothing: see `after_backward`."""
 
     def finish(self) -> None:
         super().finish()
@@ -349,15 +349,15 @@ class Zero3(Zero2):
 
     def step(self) -> None:
         self.check_finished()
-        self.drop_all()  # what is gathered is about to be out of date
+        self.drop_all()  # gathered weights would be out of date after the update
         super().step()
 
     def arrive(self) -> None:
-        """Let go of what is gathered: a state that is about to be loaded changes the shards only."""
+        """Drop gathered units: loading a state changes the shards only."""
         self.drop_all()
 
     def publish(self, index: int) -> list[dist.Work]:
-        """Nobody needs the new weights before the next forward gathers them."""
+        """Send nothing: the next forward gathers the new weights."""
         self.round_weights(index)
         return []
 
@@ -423,7 +423,7 @@ def main() -> None:
 
         rows = demo(3, make, group, device)
         events, units = made[0].events, len(made[0].units)  # of the last step
-        made.clear()  # it holds the group, which is about to go
+        made.clear()  # it refers to the group, which is destroyed next
         early = all(
             events.index(("gather", f"unit {n + 1}")) < events.index(("forward done", f"unit {n}"))
             for n in range(units - 1)

@@ -1,11 +1,11 @@
-"""HSDP: shards inside a machine, copies of them across machines. ZeRO for a network that is fast in one place only.
+"""HSDP: sharded inside a machine, replicated across machines. ZeRO for networks with fast and slow links.
 
-Problem. Stage 3 over N ranks gathers each layer from all of them, twice a step, and the slowest link decides. Inside a
-machine links are an order of magnitude faster than between machines, and N is larger than what the memory asks for.
+Problem. Stage 3 over N ranks gathers each layer from all ranks twice per step, at the slowest link's speed.
+Links in a machine are an order of magnitude faster than between machines; memory needs fewer than N shards.
 
-Idea. Shard over the S ranks of a machine only, and let R machines be copies of each other. Weights are then gathered
-inside the machine. A gradient is summed inside it by the reduce-scatter, and what is left of it, a shard, is summed
-with the same shard of the other machines:
+Idea. Shard over the S ranks of a machine only, and let R machines have copies of these shards. Weights are
+then gathered inside the machine. The reduce-scatter sums a gradient inside the machine, and an all-reduce
+sums the resulting shard over the machines:
 
                       shards, fast links ->
         machine 0   | rank 0: shard 0 | rank 1: shard 1 |      gather weights and reduce-scatter gradients in a row,
@@ -15,7 +15,7 @@ with the same shard of the other machines:
 R = 1 is stage 3 over all ranks; S = 1 is plain data parallelism.
 
 Formulas, for Psi parameters, K bytes of state each, weights and gradients of 2 bytes, N = S R:
-    holds               (2 + 2 + K) Psi / S                    S instead of N: memory is the price
+    stores              (2 + 2 + K) Psi / S                    S instead of N: memory is the price
     sends in a machine  3 (2 Psi) (S-1)/S                      less (2 kept)(S-1)/S, as in zero3.py
     sends across        2 (2 Psi / S) (R-1)/R                  instead of 3 (2 Psi) (N-1)/N
 
@@ -26,7 +26,7 @@ Zhao et al. 2023 (arXiv 2304.11277), section 3.2.2; Zhang et al. 2022 (MiCS, arX
 
 Run it:
     python zero_hybrid.py                                            one rank, CPU or GPU
-    torchrun --nproc_per_node 4 zero_hybrid.py --shards 2            2 shards x 2 copies: gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 zero_hybrid.py --shards 2            2 shards x 2 copies: Gloo on CPU, NCCL on GPU
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -62,10 +62,10 @@ from zero_stages import Zero1, reduce_scatter
 
 
 def grid(ranks: int, shards: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Groups of shards (rows: consecutive ranks, one machine) and of copies (columns). ValueError if there are none."""
+    """Groups of shards (rows: consecutive ranks, one machine) and of copies (columns), or ValueError."""
     if shards < 1 or ranks % shards:
         raise ValueError(f"{shards} shards do not divide {ranks} ranks")
-    # --- exercise 3.44: who holds the other shards of my copy, who the other copies of my shard? ---
+    # --- exercise 3.44: which ranks have the other shards of my copy, which the other copies of my shard? ---
     rows = [list(range(first, first + shards)) for first in range(0, ranks, shards)]
     columns = [list(range(first, ranks, shards)) for first in range(shards)]
     # --- end exercise ---
@@ -73,9 +73,9 @@ def grid(ranks: int, shards: int) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def make_groups(shards: int, timeout: float = 60.0) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """My group of shards and my group of copies. All ranks of the world make all groups, in one order.
+    """My group of shards and my group of copies. All ranks of the world create all groups, in one order.
 
-    `timeout` in seconds: a new group does not have that of the world, but its backend's, half an hour on gloo.
+    `timeout` in seconds: a new group has its backend's, not the world's, half an hour with Gloo.
     """
     mine: list[Any] = []
     for groups in grid(dist.get_world_size(), shards):
@@ -85,8 +85,8 @@ def make_groups(shards: int, timeout: float = 60.0) -> tuple[dist.ProcessGroup, 
 
 
 class ShardThenCopies:
-    """A reduce-scatter over the shards of a machine, then an all-reduce of my shard over the machines. The call and
-    `wait()` are those of a collective, so that stages 1 to 3 take it as their `reduce_scatter=`."""
+    """A reduce-scatter over the shards of a machine, then an all-reduce of my shard over the machines. Call
+    and `wait()` are the same as a collective's, so that stages 1 to 3 accept it as `reduce_scatter=`."""
 
     def __init__(
         self, out: Tensor, flat: Tensor, *, group: dist.ProcessGroup, async_op: bool, copies: dist.ProcessGroup
@@ -113,10 +113,10 @@ def make_hybrid(
     units: Iterable[nn.Module] = (),
     **options: Any,
 ) -> Zero1:
-    """`make_zero` over the group of shards, whose gradients are summed over the copies too.
+    """`make_zero` over the group of shards, with gradients also summed over the copies.
 
-    The loss is divided by the tokens of all ranks, copies included. A norm over the shards is that of all gradients:
-    copies hold the same. Weights start as those of the first copy's first rank.
+    The loss is divided by the tokens of all ranks, copies included. The norm over the shards is the norm of
+    all gradients, because copies are equal. The first rank of the first copy broadcasts the initial weights.
     """
     for p in module.parameters():
         dist.broadcast(p.data, group_src=0, group=copies)
@@ -125,8 +125,8 @@ def make_hybrid(
 
 
 def bytes_across(shards: int, copies: int, gradients: int, micro_batches: int = 1) -> float:
-    """Bytes each rank sends to other machines in a step, for gradients of `gradients` bytes in all: an all-reduce of
-    its shard, in every micro-batch."""
+    """Bytes that a rank sends to other machines per step, for gradients of `gradients` bytes in total: one
+    all-reduce of its shard per micro-batch."""
     # --- exercise 3.46: what crosses the slow links? ---
     return micro_batches * 2 * (gradients / shards) * (copies - 1) / copies
     # --- end exercise ---
@@ -138,7 +138,7 @@ def bytes_across(shards: int, copies: int, gradients: int, micro_batches: int = 
 def measure(
     row: dist.ProcessGroup, column: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, int, int, float, float]:
-    """One bf16 AdamW step: bytes held, padded parameters, bytes of kept weights, sent in the machine, sent across."""
+    """One bf16 AdamW step: bytes stored, padded parameters, bytes of kept weights, sent in and across."""
     torch.manual_seed(0)
     model = Decoder().to(device, torch.bfloat16)
     zero = make_hybrid(
@@ -150,7 +150,7 @@ def measure(
         with zero.micro_batch(last=True):
             token_loss_sum(model, *batch[0]).backward()
         zero.step()
-    padded = [bucket.padded for bucket in zero.buckets]  # the root's first, then those of the units, last one first
+    padded = [bucket.padded for bucket in zero.buckets]  # first the root, then the units from last to first
     held = storage_bytes(t for ts in zero.held().values() for t in ts)
     return held, sum(padded), 2 * (padded[0] + padded[1]), inside.bytes, across.bytes
 

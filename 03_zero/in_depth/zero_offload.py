@@ -1,36 +1,36 @@
-"""ZeRO-Offload: the optimizer lives in host memory. Gradients go down to it as they are summed, new weights come up.
+"""ZeRO-Offload: the optimizer in host memory. Reduced gradients are copied down to it, new weights back up.
 
-Problem. ZeRO divides by the number of ranks, and whoever has one GPU, or a few, divides by little. Of the 16 bytes per
-parameter 14 are used once in a step: the gradient and the optimizer's 12. Beside the GPU is a host with several times
-its memory, behind a link that is some 60 times slower than the GPU's own memory.
+Problem. ZeRO divides by the number of ranks, which helps little with one GPU or a few. Of the 16 bytes per
+parameter 14 are used once per step: the gradient and the optimizer's 12. The GPU's host has several times its
+memory, behind a link that is some 60 times slower than the GPU's own memory.
 
-Idea. Cut where the least has to cross. Forward and backward do 6 operations per parameter and token: they stay on the
-device, with the 16-bit weights. The update does a dozen per parameter and step: it goes to the host, with all that it
-needs. What crosses the cut is a gradient on its way down and a weight on its way up, 2 bytes each:
+Idea. Split where the least data has to cross. Forward and backward do 6 operations per parameter and token,
+so they stay on the device, with the 16-bit weights. The update does a dozen per parameter and step, so it
+runs on the host, with all its state. Per parameter a gradient is copied down and a weight up, 2 bytes each:
 
     device   | weights, 16 bits |  forward, backward, reduce-scatter  |            all-gather -> weights
                                                   | my shard, 2 bytes             ^ my shard, rounded, 2 bytes
     link     -------------------------------------v-------------------------------|------------------------
     host     | master weights, moments, sums of gradients |     update on the CPU
 
-    backward     | bucket 3 | bucket 2 | bucket 1 |            a bucket goes down while the next one is computed
+    backward     | bucket 3 | bucket 2 | bucket 1 |            a bucket is copied while the next is computed
     down                    | 3        | 2        | 1 |
     update                                            | 3 | 2 | 1 |
-    up                                                    | 3 | 2 | 1 |      goes up while the next one is updated
+    up                                                    | 3 | 2 | 1 |   is copied while the next is updated
 
 Formulas, for Psi parameters, K bytes of optimizer state each, weights and gradients of 2 bytes, M micro-batches
-(Ren et al. 2021, arXiv 2101.06840, sections 3 and 4; Psi is its M, which counts 4 M bytes on the link and 2 M on the
-device):
-    device holds   2 Psi                     at stage 2; 2 Psi / N at stage 3, instead of 2 Psi + (2 + K) Psi / N
-    host holds     (2 + K) Psi / N           a rank, and two slots for what is under way
-    down, up       M 2 Psi / N, 2 Psi / N    a rank: 4 Psi for all ranks together at M = 1, however many there are
+(Ren et al. 2021, arXiv 2101.06840, sections 3 and 4; Psi is its M, which counts 4 M bytes on the link and 2 M
+on the device):
+    device stores  2 Psi                     at stage 2; 2 Psi / N at stage 3, not 2 Psi + (2 + K) Psi / N
+    host stores    (2 + K) Psi / N           per rank, and two slots for copies in flight
+    down, up       M 2 Psi / N, 2 Psi / N    per rank: 4 Psi for all ranks together at M = 1, for any N
     between ranks  as without offloading
-Only for a moment on the device: what stage 2 or 3 has there, and two shards of buckets on their way down.
+Temporary memory on the device: as in stage 2 or 3, and two shards of buckets that are being copied down.
 
 Run it:
     python zero_offload.py                                           one rank, CPU or GPU
-    torchrun --nproc_per_node 2 zero_offload.py --stage 3            gloo on CPU, nccl on GPU
-On a CPU, device and host are the same memory: copies are made all the same, and each byte that would cross is counted.
+    torchrun --nproc_per_node 2 zero_offload.py --stage 3            Gloo on CPU, NCCL on GPU
+On a CPU, device and host share one memory. Copies are still made, and each byte that would cross is counted.
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -67,21 +67,21 @@ from zero_stages import Zero2
 
 
 def bytes_apart(stage: int, ranks: int, k: int = 12, weight: int = 2, gradient: int = 2) -> tuple[float, float]:
-    """(bytes on the device, bytes on the host) of a rank, per parameter. 2101.06840, table 1, divided as ZeRO does."""
+    """(device bytes, host bytes) per rank and parameter: 2101.06840, table 1, divided as in ZeRO."""
     if stage not in (2, 3):
         raise ValueError(f"stage {stage} is not offloaded; use 2 or 3")
     return weight / ranks if stage == 3 else weight, (k + gradient) / ranks
 
 
 def bytes_over_the_link(ranks: int, gradients: int, weights: int, micro_batches: int = 1) -> tuple[float, float]:
-    """Bytes of a rank in a step, (down, up), of gradients of `gradients` bytes in all and weights of `weights`."""
+    """Bytes per rank and step, (down, up); `gradients` and `weights` are the bytes of the full tensors."""
     # --- exercise 3.47: what crosses the link, and how often? ---
     return micro_batches * gradients / ranks, weights / ranks
     # --- end exercise ---
 
 
 def paper_table() -> list[str]:
-    """The largest model whose states fit in 32 GB: stage 2, and the same with its optimizer on the host."""
+    """The largest model whose states fit in 32 GB at stage 2, with and without its optimizer on the host."""
     rows = {
         f"{ranks} ranks": [
             f"{largest_model(32 * GB, 2, ranks) / 1e9:.3g}B",
@@ -96,10 +96,10 @@ def paper_table() -> list[str]:
 
 
 class Crossing:
-    """A copy between device and host that is under way. It keeps both ends alive: let go of it when it has arrived.
+    """A pending copy between device and host. It keeps both tensors alive, so drop it when the copy is done.
 
-    There are two ways to wait. The device waits in its queue: kernels that come later find the copy done. The host has
-    to stand and wait before it reads, or writes, what the copy writes, or reads.
+    There are two ways to wait. `wait_on_device` makes later kernels in the stream wait. The host must block
+    with `wait_on_host` before it reads what the copy writes, or writes what the copy reads.
     """
 
     def __init__(self, done: Any, ends: tuple[Tensor, Tensor]):
@@ -116,9 +116,9 @@ class Crossing:
 
 
 class Link:
-    """Copies one after the other, beside the computation: in a stream of its own on a GPU, in a thread on a CPU.
+    """Copies one by one, overlapped with computation: in a stream of its own on a GPU, in a thread on a CPU.
 
-    `bytes` counts what crossed, down to the host and up to the device.
+    `bytes` counts the bytes copied down to the host and up to the device.
     """
 
     def __init__(self, device: torch.device):
@@ -127,7 +127,7 @@ class Link:
         self.bytes = {"down": 0, "up": 0}
 
     def slot(self, size: int) -> Tensor:
-        """Host memory that a copy can work on while the program goes on: on a GPU it has to be pinned."""
+        """Host memory for asynchronous copies; with a GPU it has to be pinned."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.stream is not None)
 
     def start(self, way: str, to: Tensor, source: Tensor) -> Crossing:
@@ -141,7 +141,7 @@ class Link:
             done = self.stream.record_event()
         for tensor in (to, source):
             if tensor.is_cuda:
-                tensor.record_stream(self.stream)  # its memory is not to be given away before the copy is done
+                tensor.record_stream(self.stream)  # its memory must not be reused before the copy is done
         return Crossing(done, (to, source))
 
     def carry(self, to: Tensor, source: Tensor) -> None:
@@ -152,19 +152,19 @@ class Link:
 
 
 class Offload2(Zero2):
-    """Stage 2 with the optimizer on the host: one new idea. What is used once in a step need not lie on the device.
+    """Stage 2 with the optimizer on the host: one new idea. What is used once per step can be off the device.
 
         zero = Offload2(model, optimizer, group, master=torch.float32)
 
-    and then as in `Zero1`. The optimizer's class and options are those given; its tensors are on the host, so its
-    update runs there (AdamW(fused=True) is the fast one on a CPU). `accumulate_dtype=torch.float32` adds micro-batches
-    in fp32 on the host, and costs the device nothing.
+    and then as in `Zero1`. The optimizer keeps its class and options, but its tensors are on the host, so its
+    update runs there (AdamW(fused=True) is the fast one on a CPU). `accumulate_dtype=torch.float32` adds
+    micro-batches in fp32 on the host, at no cost on the device.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, **options: Any):
         first = next(module.parameters(), None)
         self.link = self.make_link(torch.device("cpu") if first is None else first.device)
-        self.under_way: list[tuple[int | None, Tensor, Crossing]] = []  # bucket (None: on its way up), slot, crossing
+        self.under_way: list[tuple[int | None, Tensor, Crossing]] = []  # bucket (None: up), slot, crossing
         self.turn = 0
         super().__init__(module, optimizer, group, **options)
         wide = self.reduce_dtype.itemsize if self.reduce_dtype else 0
@@ -175,7 +175,7 @@ class Offload2(Zero2):
         return Link(device)
 
     def own_copy(self, index: int, dtype: torch.dtype) -> Tensor:
-        return self.weight_shard(index).to("cpu", copy=True).to(dtype)  # 2 bytes cross; the host makes them wider
+        return self.weight_shard(index).to("cpu", copy=True).to(dtype)  # 2 bytes cross; the host widens them
 
     def hold_gradients(self) -> None:
         kept = [(b.shard_numel, self.accumulate_dtype or b.params[0].dtype) for b in self.buckets]
@@ -184,14 +184,14 @@ class Offload2(Zero2):
     # ---- two slots in turn
 
     def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A place on the host for what crosses next: while one slot travels the other is filled or emptied."""
+        """A slot on the host for the next copy: while one is in flight the other is filled or emptied."""
         if len(self.under_way) == len(self.slots):
-            self.land()  # the oldest crossing is the one that has this slot
+            self.land()  # the oldest copy uses this slot
         self.turn = (self.turn + 1) % len(self.slots)
         return self.slots[self.turn][: numel * dtype.itemsize].view(dtype)
 
     def land(self) -> None:
-        """Wait for the oldest crossing. A gradient is added to its sum; then the slot is free."""
+        """Wait for the oldest copy, and add a gradient to its sum. Then the slot is free."""
         index, slot, crossing = self.under_way.pop(0)
         # --- exercise 3.48: when may the host read the slot, and what becomes of earlier micro-batches? ---
         crossing.wait_on_host()
@@ -206,17 +206,17 @@ class Offload2(Zero2):
     # ---- down
 
     def zero_grad(self) -> None:
-        self.land_all()  # what a backward that failed has left behind must not be added to the next sums
+        self.land_all()  # copies that a failed backward has left must not be added to the next sums
         super().zero_grad()
 
     def retire(self) -> None:
-        """The sum of the oldest reduction goes to the host, and the device is rid of it."""
+        """Copy the result of the oldest reduction to the host, and free it on the device."""
         index, flat, work = self.works.pop(0)
         work.wait()
         self.send_down(index, flat[self.buckets[index].mine])
 
     def send_down(self, index: int, mine: Tensor) -> None:
-        # --- exercise 3.49: my shard on its way to the host, and nothing that keeps the bucket on the device ---
+        # --- exercise 3.49: copy my shard to the host, and let nothing keep the bucket on the device ---
         slot = self.slot(mine.numel(), mine.dtype)  # [S]
         piece = mine.clone()  # [S]: a view would keep all N shards until the copy has been made
         self.under_way.append((index, slot, self.link.start("down", slot, piece)))
@@ -234,11 +234,11 @@ class Offload2(Zero2):
     # ---- up
 
     def send_up(self, index: int) -> Crossing:
-        """My new weights go to the device while the CPU updates the next bucket."""
+        """Copy my new weights to the device while the CPU updates the next bucket."""
         mine = self.weight_shard(index)  # [S] on the device
         # --- exercise 3.50: the new weights in a slot, in the dtype in which they are to cross ---
         slot = self.slot(mine.numel(), mine.dtype)
-        slot.copy_(self.masters[index])  # rounded on the host: 2 bytes cross, and the device needs no room for 4
+        slot.copy_(self.masters[index])  # rounded on the host, so 2 bytes cross and the device never needs 4
         crossing = self.link.start("up", mine, slot)
         self.under_way.append((None, slot, crossing))
         # --- end exercise ---
@@ -246,21 +246,21 @@ class Offload2(Zero2):
         return crossing
 
     def publish(self, index: int) -> list[Any]:
-        self.send_up(index).wait_on_device()  # on a GPU the gather waits for the copy, and the host for neither
+        self.send_up(index).wait_on_device()  # on a GPU the gather waits for the copy, the host for neither
         if self.stage == 3:
-            return []  # the next forward will ask for it
+            return []  # the next forward gathers it
         self.events.append(("gather", index))
         return [self.all_gather(self.flats[index], self.weight_shard(index), group=self.group, async_op=True)]
 
-    # ---- what is held, and whole tensors again
+    # ---- what is stored, and full tensors
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """As in `Zero1`; the master weights are a copy at every dtype."""
+        """As in `Zero1`, but the master weights are a copy at every dtype."""
         return {segment: {**state, "master": segment.data} for segment, state in super().state.items()}
 
     def whole(self, index: int, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """By way of the device, as the ranks' collectives have to be."""
+        """Through the device, because the group's collectives run there."""
         return super().whole(index, shard.to(self.buckets[index].params[0].device))
 
     def on_device(self) -> list[Tensor]:
@@ -272,7 +272,7 @@ class Offload2(Zero2):
 
 
 class Offload3(Offload2, Zero3):
-    """Stage 3 the same way: between steps the device has a shard of the 16-bit weights and nothing else."""
+    """Stage 3 with the optimizer on the host: between steps a device stores a shard of weights only."""
 
     stage = 3
 
@@ -287,7 +287,7 @@ def make_offloaded(
     master: torch.dtype | None = None,
     **options: Any,
 ) -> Offload2:
-    """`make_zero` with the optimizer on the host. Stage 1 is refused: its gradients are on every device in full."""
+    """`make_zero` with the optimizer on the host. ValueError for stage 1, which has full gradients."""
     if type(stage) is not int or stage not in (2, 3):
         raise ValueError(f"stage {stage!r} is not offloaded; use 2 or 3")
     units = list(units)
@@ -304,7 +304,7 @@ def make_offloaded(
 def measure(
     stage: int, group: dist.ProcessGroup, device: torch.device, micro_batches: int = 2
 ) -> tuple[int, Offload2, int]:
-    """One bf16 AdamW step: (padded parameters, the sharded optimizer, bytes that the device says are allocated)."""
+    """One bf16 AdamW step: (padded parameters, the sharded optimizer, bytes allocated on the device)."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     gc.collect()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -334,7 +334,7 @@ def demo(stage: int, make: Callable[..., Offload2], group: dist.ProcessGroup, de
         ("bytes down the link in a step of 2", round(down), zero.link.bytes["down"], down == zero.link.bytes["down"]),
         ("bytes up the link", round(up), zero.link.bytes["up"], up == zero.link.bytes["up"]),
     ]
-    if device.type == "cuda" and stage == 2:  # the device's own word, with its blocks of 512 bytes and with the batch
+    if device.type == "cuda" and stage == 2:  # by the allocator, in blocks of 512 bytes, with the batch
         limit = apart[0] + 512 * 200 + 2**16
         rows.append(("bytes allocated on the device", f"<= {limit}", allocated, allocated <= limit))
     return rows

@@ -1,10 +1,10 @@
-"""Stages 1 and 2 whose new weights travel during the next forward: step() sends them off, the first use waits.
+"""Stages 1 and 2 that all-gather new weights during the next forward: step() returns, the first use waits.
 
-Problem. In stages 1 and 2 the step ends with an all-gather of all weights, and nothing computes meanwhile: each bucket
-travels while the next is updated, but an update takes a fraction of the time that its gather takes.
+Problem. In stages 1 and 2 the step ends with an all-gather of all weights, which computation hardly overlaps:
+a bucket is in flight while the next is updated, but an update takes a fraction of its gather's time.
 
-Idea. The first layer needs its own weights, not those of the last. Let step() return while buckets are on their way,
-the first layer's first, and let each parameter wait for its own bucket when somebody first uses its values:
+Idea. The first layer needs only its own weights. Start the gathers in the order of forward, return from
+step() while they are in flight, and let each parameter wait for its bucket when its values are first used:
 
     zero_stages.py   update | 3 | 2 | 1 | 0 |                   |
                      gather     | 3 . . | 2 . . | 1 . . | 0 . . |
@@ -14,21 +14,21 @@ the first layer's first, and let each parameter wait for its own bucket when som
                      gather     | 0 . . | 1 . . | 2 . . | 3 . . |        bucket 0 has the first layer here
                      forward            | layer 0 | layer 1 | layer 2 | layer 3 |
 
-Who waits? Megatron-LM waits in hooks before each module's forward. A weight that is used outside its module's forward,
-or in another order, is then used too early, in silence, or the ranks hang (its issues 663, 728 and 950). Here the
-parameter itself waits: while it travels it is of a class that waits as soon as a function wants its values.
+Where to wait? Megatron-LM waits in hooks before each module's forward. A weight used outside its module's
+forward, or in another order, is then silently used too early, or the ranks hang (its issues 663, 728, 950).
+Here the parameter itself waits: while in flight it has a class that waits when a function needs its values.
 
 Formulas, for Psi parameters with weights of 2 bytes (arXiv 1910.02054, section 7.2.1):
-    holds, sends    as stages 1 and 2: the same gathers, later
-    hidden          the gather of a bucket behind the forward of the buckets before it. At b bytes and f operations a
-                    second, with T tokens a rank: 2 Psi / b <= 2 Psi T / f, so T >= f / b, as for stage 3's prefetch
-    not hidden      the first bucket's: keep it small
-nccl does the collectives of a group one after the other. A sum over the same group right after step(), say of a
-batch's tokens, would wait for all gathers, and the forward with it: give such sums a group of their own.
+    stores, sends   as stages 1 and 2: the same gathers, later
+    hidden          a bucket's gather, behind the forward of earlier buckets. At b bytes and f operations per
+                    second and T tokens per rank, 2 Psi / b <= 2 Psi T / f, so T >= f / b, as in stage 3
+    not hidden      the first bucket's gather: keep that bucket small
+NCCL runs the collectives of a group one after the other. A sum over the same group right after step(), say of
+a batch's tokens, would wait for all gathers and delay the forward: use another group for such sums.
 
 Run it:
     python zero_overlap.py                                           one rank, CPU or GPU
-    torchrun --nproc_per_node 2 zero_overlap.py --stage 1            gloo on CPU, nccl on GPU; prints the order
+    torchrun --nproc_per_node 2 zero_overlap.py --stage 1            Gloo on CPU, NCCL on GPU; prints the order
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -52,7 +52,7 @@ from zero_stages import Zero1, Zero2, demo
 
 
 class Arrival:
-    """The gather of one bucket. `log` is told when somebody has to wait for it."""
+    """The pending gather of one bucket. A wait for it is recorded in `log`."""
 
     def __init__(self, index: int, works: list[Any], log: list[tuple[str, Any]]):
         self.index, self.works, self.log = index, works, log
@@ -65,12 +65,12 @@ class Arrival:
 
 
 class Travelling(nn.Parameter):
-    """What a parameter is while its bucket travels. Its shape and its gradient can be had; its values are waited for.
+    """The class of a parameter in flight. Shape and gradient are available; a use of its values waits.
 
-    It refers to the gather only, not to who has started it, so nothing is kept alive by a weight that nobody uses.
+    It refers to the gather only, so that an unused weight does not keep the optimizer alive.
     """
 
-    arrival = Arrival(0, [], [])  # of a deep copy, which is of this class too, but had to wait to be made
+    arrival = Arrival(0, [], [])  # for a deep copy, which has this class but has waited when it was made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +82,7 @@ class Travelling(nn.Parameter):
             for p in tree_leaves((args, kwargs)):
                 if isinstance(p, Travelling):
                     p.arrival.wait()
-                    p.__class__ = nn.Parameter  # from now on it is like any other, and as fast
+                    p.__class__ = nn.Parameter  # from now on an ordinary parameter, and as fast
             # --- end exercise ---
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -91,9 +91,9 @@ class Travelling(nn.Parameter):
 class Overlapped1(Zero1):
     """Stage 1 whose gathers end in the next forward: one new idea. As `Zero1`, but step() does not wait.
 
-    Weights may be read, saved and evaluated at any time: whoever comes first waits. Before the group is destroyed,
-    `arrive()` waits for what nobody has used. `log` has, since the last step(), ("update" | "gather" | "wait", bucket)
-    in order.
+    Weights may be read, saved and evaluated at any time, because the first use waits. Call `arrive()` before
+    the group is destroyed, to wait for unused weights. `log` has the events since the last step() in order,
+    each ("update" | "gather" | "wait", bucket).
     """
 
     def __init__(self, *args: Any, **options: Any):
@@ -103,11 +103,11 @@ class Overlapped1(Zero1):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update my shards and send them off, in the order in which forward will need them."""
+        """Update my shards and start their all-gathers, in the order in which forward will need them."""
         self.check_finished()
         self.arrive()  # without a forward in between: an update must not write what is still being sent
         self.log = []
-        # --- exercise 3.52: whose weights does forward need first? And who waits? ---
+        # --- exercise 3.52: which weights does forward need first? And where is the wait? ---
         for index in reversed(range(len(self.buckets))):  # buckets are in the order of backward
             self.update(index)
             self.send_off(index)
@@ -118,7 +118,7 @@ class Overlapped1(Zero1):
         self.log.append(("update", index))
 
     def send_off(self, index: int) -> None:
-        """Start the gather of a bucket; its parameters travel from now on."""
+        """Start the gather of a bucket; from now on its parameters are in flight."""
         self.log.append(("gather", index))
         self.arrivals[index] = Arrival(index, self.publish(index), self.log)
         for p in self.buckets[index].params:
@@ -126,7 +126,7 @@ class Overlapped1(Zero1):
             p.__class__ = Travelling
 
     def arrive(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all weights in flight."""
         for arrival in self.arrivals.values():
             arrival.wait()
         self.arrivals.clear()
@@ -179,11 +179,11 @@ def main() -> None:
                 seen[:] = [zero.log]
 
         rows = demo(args.stage, make, group, device)
-        while made:  # each holds the group, which is about to go
+        while made:  # each refers to the group, which is destroyed next
             made.pop().arrive()
         log = seen[0]
-        # Bucket 0 has the last layer and the head. The log knows when somebody waits for it, not when it arrives: the
-        # demo reads whole weights after each step, over the same group, so on nccl all gathers may have ended by then.
+        # Bucket 0 has the last layer and the head. The log has the wait for it, not its arrival: the demo
+        # reads full weights after each step, over the same group, so with NCCL all gathers may have ended.
         late = log.index(("wait", 0)) > log.index(("forward", "layer 0"))
         rows.append(("layer 0 begins, nobody waits for the last bucket", "True", late, late))
         if dist.get_rank(group) == 0:

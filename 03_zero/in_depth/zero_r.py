@@ -1,56 +1,56 @@
 """ZeRO-R: activation checkpoints partitioned (P_a) or moved to the host (P_a+cpu), and two kinds of buffers (C_B, M_D).
 
-Problem 1. Recomputation keeps one activation per layer, the layer's input x. In tensor parallelism all ranks of the
-group compute with the same x, so each of them keeps the same checkpoint: N copies of L layers of B S H elements.
+Problem 1. Recomputation saves one activation per layer, the layer's input x. In tensor parallelism all ranks
+of the group compute with the same x and save the same checkpoint: N copies of L layers of B S H elements.
 
-Idea, P_a. Keep 1/N of x on each rank. Before backward recomputes a layer, all-gather x. Nothing else changes:
+Idea, P_a. Save 1/N of x on each rank, and all-gather x before backward recomputes a layer. No other change:
 
-    forward   x --> [layer] --> y      rank r keeps   |  |x r|     |     1/N of x
+    forward   x --> [layer] --> y      rank r saves   |  |x r|     |     1/N of x
     backward  all-gather x --> [layer] once more --> gradients
 
-Idea, P_a+cpu. Backward needs a checkpoint long after forward made it: meanwhile it can be in host memory. Copies travel
-beside the computation, and backward fetches the checkpoint of layer l-1 while it recomputes layer l.
+Idea, P_a+cpu. Backward needs a checkpoint long after forward made it, so offload it to host memory. Copies
+overlap the computation: backward prefetches the checkpoint of layer l-1 while it recomputes layer l.
 
     compute      | layer 0 | layer 1 | layer 2 |   | layer 2 back | layer 1 back | layer 0 back |
     copies                 | 0 out   | 1 out   | 2 out | 2 in, 1 in | 0 in                            in this order
 
 Formulas, for a message of M = B S H elements, N ranks, L layers (1910.02054, sections 6.1 and 8):
-    kept on a rank     replicated L M        P_a  L M / N        P_a+cpu  0, with L M / N in host memory
-    sent per layer     tensor parallelism: 2 all-reduces in forward, in recomputation, in backward:  12 M (N-1)/N
+    saved on a rank    replicated L M        P_a  L M / N        P_a+cpu  0, with L M / N in host memory
+    sent per layer     tensor parallelism: 2 all-reduces in forward, recomputation and backward:  12 M (N-1)/N
                        P_a: one all-gather more:  M (N-1)/N, that is 1/12 of it, below 10 %
     copied per layer   P_a+cpu: M / N to the host and M / N back
 
-The tensor-parallel layer below is the smallest that has this traffic (chapter 04 explains it): each rank has some heads
-and some columns of the MLP, f and g are the two operators that make their sum right (Megatron-LM, 1909.08053).
+The tensor-parallel layer below is the smallest with this traffic; chapter 04 explains it. Each rank has some
+heads and some columns of the MLP, and the operators f and g sum over the ranks (Megatron-LM, 1909.08053).
 
-Problem 2. Fusing all gradients into one buffer before a collective is fast, but the buffer is as large as the model:
-1910.02054, section 6.2, counts 12 GB for 3 billion parameters in fp32.
-Idea, C_B. A collective is at full speed long before that. Take a buffer of constant size and send the model through it:
+Problem 2. Fusing all gradients into one buffer before a collective is fast, but the buffer is as large as the
+model: 1910.02054, section 6.2, counts 12 GB for 3 billion parameters in fp32. Idea, C_B. Collectives reach
+full speed at far smaller sizes. Send the model through a buffer of constant size:
 
     tensors   | a a a a a a a | b b | c c c c |        buffer of 4, used four times
     messages  | a a a a | a a a b | b c c c | c |      a tensor may be split over messages
 
-Problem 3. Allocators hand out contiguous blocks. Training mixes tensors that live long with tensors that live briefly:
-in forward checkpoints between activations, in backward gradients of weights between gradients of activations. When the
-brief ones die they leave holes between the long-lived ones, and a large tensor fits into none of them:
+Problem 3. Allocators return contiguous blocks. Training mixes long-lived with short-lived tensors: in forward
+checkpoints between activations, in backward gradients of weights between gradients of activations. The freed
+short-lived tensors leave holes between the long-lived ones, and a large tensor fits into none of them:
 
     heap      |####|  hole  |##|   hole   |####| hole |       enough bytes free, and yet: out of memory
-Idea, M_D. One knows beforehand how much the long-lived ones take. Allocate that once and move them there (section 6.3):
+Idea, M_D. The size of all long-lived tensors is known. Allocate it once and copy them there (section 6.3):
 
     arena     |####|##|####|          heap  |                 one hole                |
 
-To see it, this file records every allocation of a real training step and replays it in an exact simulation of a
-best-fit allocator: the free block that leaves least over is taken, a freed block merges with free neighbours. What is
-reported is the heap that the step needs over the bytes alive at once at the peak; a perfect allocator's ratio is 1.
-On a GPU, the demo adds what PyTorch's caching allocator says of the same two steps.
+To measure it, this file records all allocations of a real training step and replays them in an exact
+simulation of a best-fit allocator, which takes the smallest free block that fits; a freed block merges with
+free neighbours. The reported ratio is the heap that the step needs over its peak of live bytes, 1 for a
+perfect allocator. On a GPU the demo also prints what PyTorch's caching allocator reports of the same steps.
 
 Formulas, for G bytes to be reduced and a buffer of C bytes:
     messages    ceil(G / C)           temporary memory    C, instead of G
-    sent        2 (P-1)/P G           as before: nothing is sent twice
+    sent        2 (P-1)/P G           as with one buffer: nothing is sent twice
 
 Run it:
     python zero_r.py                                         one rank, CPU or GPU
-    torchrun --nproc_per_node 2 zero_r.py                    gloo on CPU, nccl on GPU; 1, 2, 3, 4, 6 or 12 ranks
+    torchrun --nproc_per_node 2 zero_r.py                    Gloo on CPU, NCCL on GPU; 1, 2, 3, 4, 6 or 12 ranks
     python zero_r.py --table                                 configurations C1 to C5 of the paper, by formula
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
@@ -96,7 +96,7 @@ HEADS = 12
 
 
 def all_reduce_fused(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> int:
-    """The version to beat: one message, and a buffer as large as all tensors together. Returns the messages sent."""
+    """The baseline: one message, and a buffer as large as all tensors together. Returns the message count."""
     tensors = list(tensors)
     for tensor in tensors:
         check_dtype("first tensor", tensors[0], tensor)
@@ -108,7 +108,7 @@ def all_reduce_fused(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> int
 
 
 def check_dtype(place: str, there: Tensor, tensor: Tensor) -> None:
-    """ValueError if copying `tensor` to `there` would round it in silence."""
+    """ValueError if copying `tensor` to `there` would round it silently."""
     if tensor.dtype != there.dtype:
         raise ValueError(
             f"the {place} is {there.dtype}, the tensor {tensor.dtype}: copying would round; give it its own"
@@ -118,15 +118,15 @@ def check_dtype(place: str, there: Tensor, tensor: Tensor) -> None:
 def all_reduce_through(buffer: Tensor, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> int:
     """C_B: sum contiguous tensors over the group, in place, through a flat buffer of constant size.
 
-    Every rank gives tensors of the same sizes in the same order. Returns the number of messages, ceil(elements / C).
-    Raises ValueError for a buffer without room, and for one of another dtype, in which the sums would be rounded.
+    Every rank passes tensors of the same sizes in the same order. Returns the number of messages,
+    ceil(elements / C). Raises ValueError for an empty buffer, or one whose dtype would round the sums.
     """
     tensors = list(tensors)
     if not buffer.numel():
         raise ValueError("a buffer of 0 elements is never full; give it at least one")
     for tensor in tensors:
         check_dtype("buffer", buffer, tensor)
-    pieces: list[Tensor] = []  # what the buffer holds at present, as views of the tensors
+    pieces: list[Tensor] = []  # views of the tensors whose values are in the buffer now
     messages = filled = 0
 
     def flush() -> None:
@@ -139,7 +139,7 @@ def all_reduce_through(buffer: Tensor, tensors: Iterable[Tensor], group: dist.Pr
 
     # --- exercise 3.35: fill the buffer to its last element, whatever the sizes of the tensors ---
     for tensor in tensors:
-        rest = tensor.detach().view(-1)  # of a tensor with gaps this is an error: a copy would be summed in its place
+        rest = tensor.detach().view(-1)  # raises for a tensor with gaps: reshape would copy and sum the copy
         while rest.numel():
             n = min(rest.numel(), buffer.numel() - filled)
             piece, rest = rest.split([n, rest.numel() - n])
@@ -154,14 +154,14 @@ def all_reduce_through(buffer: Tensor, tensors: Iterable[Tensor], group: dist.Pr
     return messages
 
 
-# --------------------------------------------------------------------------------------- M_D: one place for what stays
+# ---------------------------------------------------------------------- M_D: one arena for long-lived tensors
 
 
 class Arena:
-    """One allocation from which tensors are cut end to end, all to be given back together.
+    """One allocation that is split into tensors end to end; all of them are released together.
 
-    Raises ValueError when it is full: its size is computed beforehand, so that is a mistake in the computation. Also
-    for a tensor of another dtype, which would be rounded.
+    Raises ValueError for a tensor of another dtype, which would be rounded, and when the arena is full: its
+    size is computed beforehand, so the computation must be wrong.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"):
@@ -169,7 +169,7 @@ class Arena:
         self.used = 0
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` in the arena. The tensor itself may die; its hole in the heap closes."""
+        """A copy of `tensor` in the arena. The tensor can be freed, and its hole in the heap closes."""
         check_dtype("arena", self.memory, tensor)
         # --- exercise 3.36: cut the next piece, and refuse to write past the end ---
         end = self.used + tensor.numel()
@@ -177,18 +177,18 @@ class Arena:
             raise ValueError(
                 f"arena of {self.memory.numel()} elements is full: {tensor.numel()} more after {self.used}"
             )
-        # `.data`: autograd must not think that a later piece of the same memory overwrites this one.
+        # `.data`, because autograd must not take a write to a later piece for a change of this one.
         piece = self.memory[self.used : end].view(tensor.shape).data
         self.used = end
         # --- end exercise ---
         return piece.copy_(tensor)
 
     def reset(self) -> None:
-        """Give all pieces back."""
+        """Release all pieces."""
         self.used = 0
 
 
-# --------------------------------------------------------------------------------------------- an allocator to watch
+# -------------------------------------------------------------------------------------- a simulated allocator
 
 
 class OutOfMemoryInHeap(Exception):
@@ -196,7 +196,7 @@ class OutOfMemoryInHeap(Exception):
 
 
 class BestFit:
-    """A heap of `capacity` bytes: an exact simulation, addresses and all."""
+    """A heap of `capacity` bytes, simulated exactly, including addresses."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -229,7 +229,7 @@ class BestFit:
         return address
 
     def free(self, address: int) -> None:
-        """Give a block back; it merges with free neighbours."""
+        """Free a block; it merges with free neighbours."""
         # --- exercise 3.38: a hole must not stay cut in two ---
         merged: list[tuple[int, int]] = []
         for begin, size in sorted([*self.free_blocks, (address, self.used.pop(address))]):
@@ -280,7 +280,7 @@ def replay(trace: Trace, heap: BestFit) -> None:
 
 
 def most_alive(trace: Trace) -> int:
-    """The most bytes that are alive at once: what a perfect allocator would need."""
+    """The peak of live bytes, which is all that a perfect allocator would need."""
     sizes = {number: size for number, size in trace if size}
     most = alive = 0
     for number, size in trace:
@@ -290,7 +290,7 @@ def most_alive(trace: Trace) -> int:
 
 
 def heap_needed(trace: Trace) -> int:
-    """Bytes of heap, from its first address to the highest used, if it never runs out of fresh memory."""
+    """Bytes from the first address of an unlimited heap to the highest one that the trace uses."""
     heap = BestFit(1 << 60)
     replay(trace, heap)
     return heap.top
@@ -299,10 +299,10 @@ def heap_needed(trace: Trace) -> int:
 def training_step(
     model: Decoder, micro_batches: list[tuple[Tensor, Tensor]], checkpoints: Arena | None, gradients: Arena | None
 ) -> None:
-    """Forward and backward with a checkpoint at each layer. With arenas, checkpoints and gradients live there (M_D)."""
+    """Forward and backward with a checkpoint at each layer. Arenas store checkpoints and gradients (M_D)."""
 
     def keep(tensor: Tensor) -> Tensor:
-        if checkpoints is None or not tensor.numel():  # torch 2.11's checkpoint() keeps an empty tensor, too
+        if checkpoints is None or not tensor.numel():  # torch 2.11's checkpoint() also saves an empty tensor
             return tensor
         return checkpoints.hold(tensor)
 
@@ -311,7 +311,7 @@ def training_step(
         for p in model.parameters():
             p.grad = gradients.hold(torch.zeros_like(p))  # autograd adds into it
     for tokens, labels in micro_batches:
-        # Saved for backward are the inputs of the layers, and outside of them what embedding and head need.
+        # Layers save their inputs for backward; embedding and head save what they need, outside the arena.
         if checkpoints is not None:
             checkpoints.reset()
         x = model.embed(tokens)
@@ -338,7 +338,7 @@ def recorded_step(with_arenas: bool, device: torch.device | str = "cpu") -> tupl
 
 
 def on_gpu(with_arenas: bool, device: torch.device) -> str:
-    """What PyTorch's caching allocator says of a step: bytes it reserved beyond those in use at the peak."""
+    """Statistics of PyTorch's caching allocator for a step: peaks of bytes in use and of bytes reserved."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     recorded_step(with_arenas, device)
@@ -347,14 +347,14 @@ def on_gpu(with_arenas: bool, device: torch.device) -> str:
     return f"in use {in_use:,}, reserved {reserved:,}, split and inactive {stats['inactive_split_bytes.all.peak']:,}"
 
 
-# ------------------------------------------------------------------------------------------ where a checkpoint is kept
+# ------------------------------------------------------------------------------- where a checkpoint is stored
 
 
 class Replicated:
-    """The version to beat: each rank keeps all of x.
+    """The baseline: each rank saves all of x.
 
-    A keeper's `keep(x)` returns a tensor that autograd holds until backward, or None, and what else `restore` needs.
-    `drop` gets that when the graph is gone: of a forward that was thrown away no backward asks for it.
+    A keeper's `keep(x)` returns a tensor that autograd saves for backward, or None, and what else `restore`
+    needs. `drop` gets the latter when the graph is freed, since a discarded forward never calls `restore`.
     """
 
     def keep(self, x: Tensor) -> tuple[Tensor | None, Any]:
@@ -365,13 +365,13 @@ class Replicated:
         return tensor
 
     def drop(self, rest: Any) -> None:
-        """Nothing: the tensor has gone with the graph."""
+        """Does nothing: the tensor was freed with the graph."""
 
 
 class Partitioned:
-    """P_a: each rank of the group keeps 1/N of x, which is the same on all of them, and all-gathers it in backward.
+    """P_a: x is the same on all ranks of the group. Each rank saves 1/N of x, and backward all-gathers it.
 
-    With an `arena`, the pieces go there (M_D); call `arena.reset()` after each backward.
+    With an `arena`, the pieces are stored there (M_D); call `arena.reset()` after each backward pass.
     """
 
     def __init__(self, group: dist.ProcessGroup, arena: Arena | None = None):
@@ -390,7 +390,7 @@ class Partitioned:
         # --- end exercise ---
 
     def gather(self, piece: Tensor, shape: torch.Size) -> Tensor:
-        """x again, from the pieces of all ranks."""
+        """The full x, from the pieces of all ranks."""
         # --- exercise 3.40: all pieces, without the padding ---
         flat = piece.new_empty(piece.numel() * dist.get_world_size(self.group))
         all_gather(flat, piece, group=self.group)
@@ -405,18 +405,18 @@ class Partitioned:
         return self.gather(tensor, rest)
 
     def drop(self, rest: Any) -> None:
-        """Nothing: the piece has gone with the graph."""
+        """Does nothing: the piece was freed with the graph."""
 
 
 class CopyEngine:
-    """Copies tensors one after the other, beside the computation: a CUDA stream of its own, or on CPU a thread."""
+    """Copies tensors one by one, overlapped with computation: on a CUDA stream, or in a CPU thread."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.thread = None if self.stream else ThreadPoolExecutor(max_workers=1)
 
     def copy(self, to: Tensor, source: Tensor) -> Callable[[], Any]:
-        """Start a copy and return a function that waits for it. `source` must be left alone until then."""
+        """Start a copy and return a function that waits for it. `source` must not change until then."""
         if self.thread is not None:
             return self.thread.submit(self.work, to, source).result
         assert self.stream is not None
@@ -426,7 +426,7 @@ class CopyEngine:
             done = self.stream.record_event()
         for tensor in (to, source):
             if tensor.is_cuda:
-                tensor.record_stream(self.stream)  # its memory is not to be given away before the copy is done
+                tensor.record_stream(self.stream)  # its memory must not be reused before the copy is done
         return lambda: torch.cuda.current_stream().wait_event(done)
 
     def work(self, to: Tensor, source: Tensor) -> None:
@@ -435,7 +435,7 @@ class CopyEngine:
 
 @dataclass(eq=False)
 class Ticket:
-    """A checkpoint that is in slot `slot` of the host's buffer, or on its way there or back."""
+    """A checkpoint in slot `slot` of the host's buffer, or in flight from or to the device."""
 
     slot: int
     shape: torch.Size
@@ -446,9 +446,9 @@ class Ticket:
 
 
 class Offloaded(Partitioned):
-    """P_a+cpu: the pieces live in a buffer of host memory, of `slots` pieces of `numel` elements each.
+    """P_a+cpu: the pieces are stored in a buffer of host memory, with `slots` slots of `numel` elements each.
 
-    On a GPU the buffer is pinned, so that copies run beside kernels. All checkpoints of a forward fit, or ValueError.
+    On a GPU the buffer is pinned, so that copies overlap kernels. ValueError if the checkpoints do not fit.
     """
 
     def __init__(
@@ -459,8 +459,8 @@ class Offloaded(Partitioned):
         self.host = torch.empty(slots, numel, dtype=dtype, pin_memory=self.device.type == "cuda")
         self.free = list(range(slots))
         self.engine = CopyEngine(self.device)
-        self.order: list[Ticket] = []  # as forward made them; backward takes them from the end
-        self.events: list[tuple[str, int]] = []  # ("out" | "in", slot), since the last time that nothing was kept
+        self.order: list[Ticket] = []  # in the order of forward; backward takes them from the end
+        self.events: list[tuple[str, int]] = []  # ("out" | "in", slot), since the buffer was last empty
 
     def keep(self, x: Tensor) -> tuple[Tensor | None, Any]:
         if not self.free:
@@ -469,7 +469,7 @@ class Offloaded(Partitioned):
         if not self.order:  # the first layer of a forward
             self.events = []
         piece, slot = self.piece(x), self.free.pop()
-        for last in self.order[-1:]:  # its copy has had a layer's time: let its source go
+        for last in self.order[-1:]:  # its copy has had a layer's time, so free the source
             last.wait_out()
             last.piece = None
         self.events.append(("out", slot))
@@ -478,7 +478,7 @@ class Offloaded(Partitioned):
         return None, ticket
 
     def fetch(self, ticket: Ticket) -> None:
-        """Start the way back."""
+        """Start the copy back to the device."""
         if ticket.wait_in is None:
             # --- exercise 3.41: not before the way out has ended; and the slot is busy until the way back has ---
             ticket.wait_out()
@@ -493,7 +493,7 @@ class Offloaded(Partitioned):
         at = self.order.index(ticket)
         self.fetch(ticket)
         if at > 0:
-            self.fetch(self.order[at - 1])  # backward wants it next
+            self.fetch(self.order[at - 1])  # prefetch: backward needs it next
         assert ticket.wait_in is not None and ticket.back is not None
         ticket.wait_in()
         self.order.remove(ticket)
@@ -501,7 +501,7 @@ class Offloaded(Partitioned):
         return self.gather(ticket.back, ticket.shape)
 
     def drop(self, rest: Any) -> None:
-        """Give the slot back, if no backward has done so."""
+        """Free the slot, if no backward pass has done so."""
         if rest in self.order:
             rest.wait_out()
             if rest.wait_in is not None:
@@ -514,7 +514,7 @@ class Offloaded(Partitioned):
 
 
 class Graph:
-    """Lives as long as the graph that it is put into."""
+    """A token that is freed together with the autograd graph it is stored in."""
 
 
 class _Recompute(torch.autograd.Function):
@@ -523,8 +523,8 @@ class _Recompute(torch.autograd.Function):
         ctx.layer, ctx.keeper = layer, keeper
         ctx.random = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
         dtype, enabled = torch.get_autocast_dtype(x.device.type), torch.is_autocast_enabled(x.device.type)
-        ctx.autocast = torch.autocast(x.device.type, dtype, enabled)  # as it is now, to be entered again in backward
-        y = layer(x)  # inside forward() autograd records nothing: no activation of the layer is kept
+        ctx.autocast = torch.autocast(x.device.type, dtype, enabled)  # today's state, for the recomputation
+        y = layer(x)  # inside forward() autograd records nothing, so no activation of the layer is saved
         tensor, ctx.rest = keeper.keep(x)
         ctx.graph = Graph()
         weakref.finalize(ctx.graph, keeper.drop, ctx.rest).atexit = False
@@ -539,18 +539,18 @@ class _Recompute(torch.autograd.Function):
             torch.set_rng_state(ctx.random[0])
             if x.is_cuda:
                 torch.cuda.set_rng_state(ctx.random[1], x.device)
-            with ctx.autocast:  # backward may be called outside of it
+            with ctx.autocast:  # backward() may be called outside autocast
                 y = ctx.layer(x)
-        torch.autograd.backward(y, gradients[0])  # adds to the .grad of the layer's weights on its way
+        torch.autograd.backward(y, gradients[0])  # also adds to the .grad of the layer's weights
         # --- end exercise ---
         return None, None, x.grad
 
 
 def recompute(layer: Callable[[Tensor], Tensor], x: Tensor, keeper: Any) -> Tensor:
-    """layer(x), of which only x is kept for backward, in the way of `keeper`.
+    """layer(x) with only x saved for backward, stored by `keeper`.
 
-    ValueError if x requires no gradient while gradients are being recorded: backward would never come by, and the
-    weights of the layer would silently get no gradient.
+    ValueError if x requires no gradient while autograd records: backward would never reach the layer, and its
+    weights would silently get no gradient.
     """
     if not torch.is_grad_enabled():
         return layer(x)
@@ -563,7 +563,7 @@ def recompute(layer: Callable[[Tensor], Tensor], x: Tensor, keeper: Any) -> Tens
 
 
 class _ToParallel(torch.autograd.Function):
-    """f: nothing in forward; in backward the sum over the ranks, each of which used its part of the weights."""
+    """f: identity in forward; in backward the sum over the ranks, which used different weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -578,7 +578,7 @@ class _ToParallel(torch.autograd.Function):
 
 
 class _FromParallel(torch.autograd.Function):
-    """g: in forward the sum of the ranks' partial results; nothing in backward."""
+    """g: the sum of the ranks' partial results in forward; identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -592,7 +592,7 @@ class _FromParallel(torch.autograd.Function):
 
 
 def my_part(name: str, tensor: Tensor, heads: int, rank: int, ranks: int) -> Tensor:
-    """The part of a full weight of `Block`, or of its gradient, that belongs to this rank; norms are whole."""
+    """This rank's part of a full weight of `Block`, or of its gradient; norms are replicated."""
     if name == "qkv":
         by_head = tensor.view(3, heads, -1, tensor.shape[1])  # [3 H, H] -> [3, heads, D, H]
         return by_head.chunk(ranks, dim=1)[rank].reshape(-1, tensor.shape[1])
@@ -604,7 +604,7 @@ def my_part(name: str, tensor: Tensor, heads: int, rank: int, ranks: int) -> Ten
 
 
 class ParallelBlock(nn.Module):
-    """`Block` over the ranks of a group: some heads and some columns of the MLP each. x is [B, S, H] on all of them."""
+    """`Block` over a group: each rank has some heads and some columns of the MLP, the same x [B, S, H]."""
 
     def __init__(self, block: Block, group: dist.ProcessGroup):
         super().__init__()
@@ -627,7 +627,7 @@ class ParallelBlock(nn.Module):
 
 
 class ParallelDecoder(nn.Module):
-    """`Decoder` with parallel blocks, recomputed with a keeper. Embedding, norm and head are whole on every rank."""
+    """`Decoder` with parallel blocks, recomputed with a keeper. Embedding, norm and head are replicated."""
 
     def __init__(self, full: Decoder, group: dist.ProcessGroup, keeper: Any):
         super().__init__()
@@ -654,7 +654,7 @@ class Configuration:
     offloaded: bool = False
 
     def states(self, parameters: float, tensor: int, data: int) -> float:
-        """Bytes of weights, gradients and optimizer states on a rank of `tensor` times `data`."""
+        """Bytes of weights, gradients and optimizer states on each of `tensor` times `data` ranks."""
         return parameters / tensor * bytes_per_parameter(self.stage, data)
 
     def checkpoints(self, layers: int, message: int, tensor: int) -> float:
@@ -676,7 +676,7 @@ CONFIGURATIONS = {
 
 
 def configuration_table(hidden: int, batch: int, sequence: int, tensor: int, data: int, memory: float) -> list[str]:
-    """C1 to C5: bytes of a 100-layer model per rank, and how many layers, hence parameters, fill `memory` bytes."""
+    """C1 to C5: bytes per rank of a 100-layer model, and the size of the deepest model in `memory` bytes."""
     rows: dict[str, list[str]] = {}
     for name, c in CONFIGURATIONS.items():
         layers, per_layer, message = 100, 12 * hidden**2, batch * sequence * hidden
@@ -698,7 +698,7 @@ def configuration_table(hidden: int, batch: int, sequence: int, tensor: int, dat
 
 
 def constant_buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list[Row]:
-    """Both versions of the reduction give the same sums; one needs a constant buffer."""
+    """Both versions of the reduction give the same sums; one needs only a constant buffer."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sizes = (1000, 3, 0, 4097, 256, 1)
     whole, through = ([torch.arange(n, device=device) + float(rank) for n in sizes] for _ in range(2))
@@ -715,7 +715,7 @@ def constant_buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list
 
 
 def buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list[Row]:
-    """C_B against one large message; and the heap of a step without and with M_D, also on a device between the two."""
+    """C_B against one large message; the heap of a step without and with M_D, also on a device in between."""
     rows = constant_buffer_rows(group, device)
     (plain, _), (moved, arenas) = recorded_step(False), recorded_step(True)
     needs = {"without M_D": heap_needed(plain), "with M_D": heap_needed(moved) + arenas}
@@ -748,7 +748,7 @@ def buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list[Row]:
 
 
 def run_once(keeper: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[float, int, float]:
-    """One step beside the unsharded model: (largest error, bytes that autograd keeps of the layers, bytes sent)."""
+    """One step next to the unsharded model: (largest error, bytes that layers save, bytes sent)."""
     torch.manual_seed(0)
     reference = Decoder(heads=HEADS).to(device, torch.float64)
     torch.manual_seed(0)

@@ -1,30 +1,30 @@
-"""ZeRO stages 1 and 2: data parallelism in which a rank keeps optimizer states and gradients for its shard only.
+"""ZeRO stages 1 and 2: data parallelism where a rank stores optimizer states and gradients of its shard only.
 
-Problem. In data parallelism all N ranks hold the same weights, the same summed gradients and the same optimizer states.
-With Adam in mixed precision that is 16 bytes per parameter on each rank, 12 of them states (see zero_memory.py).
+Problem. In data parallelism all N ranks store the same weights, summed gradients and optimizer states. With
+Adam in mixed precision that is 16 bytes per parameter on each rank, 12 of them states (see zero_memory.py).
 
-Idea. An element needs one rank that updates it, not N. Lay the parameters end to end, cut the line into N equal
-shards, and let rank r own shard r. An all-reduce is a reduce-scatter followed by an all-gather; stop in the middle:
+Idea. One rank is enough to update an element. Flatten the parameters end to end, split them into N equal
+shards, and let rank r own shard r. An all-reduce is a reduce-scatter followed by an all-gather; stop halfway:
 
     gradients  --reduce-scatter-->  my shard of the sum  --update-->  my shard of the weights  --all-gather-->  weights
 
-    held by rank 1 of 4     weights            gradients          master weights, momentum, variance
+    stored by rank 1 of 4   weights            gradients          master weights, momentum, variance
     stage 0                 ################   ################   ################   everything (chapter 02)
     stage 1  (P_os)         ################   ################   ----####--------   the states of my shard
-    stage 2  (P_os+g)       ################   ----####--------   ----####--------   gradients leave at once
+    stage 2  (P_os+g)       ################   ----####--------   ----####--------   gradients reduced at once
     stage 3  (P_os+g+p)     ----####--------   ----####--------   ----####--------   zero3.py
 
 Formulas, for Psi parameters, K bytes of optimizer state each, weights and gradients of 2 bytes
 (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.1, 5.2 and 7.2.1):
-    stage 1   holds (2 + 2) Psi + K Psi / N    sends 2 (2 Psi) (N-1)/N, as much as plain data parallelism
-    stage 2   holds 2 Psi + (2 + K) Psi / N    sends the same; (2 Psi) (N-1)/N more for each further micro-batch
-Psi includes padding: each bucket of parameters is filled up with fewer than N zeros, so that N equal shards cover it.
-Only for a moment: stage 2 holds one bucket of gradients complete and one on its way; mixed precision turns one
-bucket's shard of gradients into fp32 at a time.
+    stage 1   stores (2 + 2) Psi + K Psi / N    sends 2 (2 Psi) (N-1)/N, as much as plain data parallelism
+    stage 2   stores 2 Psi + (2 + K) Psi / N    sends the same; (2 Psi) (N-1)/N more per further micro-batch
+Psi includes padding: each bucket of parameters gets fewer than N zeros, so that N equal shards cover it.
+Temporary memory comes on top. Stage 2 has one complete bucket of gradients and one in flight; in mixed
+precision the update converts one bucket's shard of gradients to fp32 at a time.
 
 Run it:
     python zero_stages.py                                            one rank, CPU or GPU
-    torchrun --nproc_per_node 2 zero_stages.py --stage 2             gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 zero_stages.py --stage 2             Gloo on CPU, NCCL on GPU
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -44,8 +44,8 @@ from torch import Tensor, nn
 from zero_memory import bytes_per_parameter, bytes_sent
 
 # N is the number of ranks, S the elements of a shard; model tensors are [B, S, H] (batch, sequence, hidden) as always.
-# An update that looks at one element at a time does not notice that it is given a slice of a parameter.
-# Adagrad looks at one element too, but it makes its states at once, for whole parameters: no shard can take those over.
+# An elementwise update gives the same result on a slice of a parameter as on the full parameter.
+# Adagrad is elementwise too, but its constructor creates states for full parameters, useless for a shard.
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 # torch 2.13 gave these two collectives new names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -53,19 +53,19 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class ExchangeAndSum:
-    """A reduce-scatter as an exchange and a sum on this rank: the same bytes, and (N-1)/N of a buffer while it lasts.
+    """A reduce-scatter as sends and a local sum: the same bytes, and (N-1)/N of a buffer as temporary memory.
 
-    For gloo, which has no reduce-scatter of its own: it does a whole all-reduce and copies my part out, which sends
-    twice (N-1)/N n. Give it as `reduce_scatter=` where that matters. The call and `wait()` are those of a collective.
-    The terms are added in the order of the ranks, whichever rank adds: two copies of a weight that lie in different
-    buckets, as those of a tied embedding do at the two ends of a pipeline, would else drift apart.
+    Gloo has no reduce-scatter of its own. It does a full all-reduce and copies this rank's shard out, which
+    sends twice (N-1)/N n. Pass this class as `reduce_scatter=` where that matters; calls look the same.
+    Every rank adds the terms in the order of the ranks. Otherwise two copies of a weight that lie in different
+    buckets, such as a tied embedding at the two ends of a pipeline, would drift apart.
     """
 
     def __init__(self, out: Tensor, flat: Tensor, *, group: dist.ProcessGroup, async_op: bool):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        slices = flat.view(ranks, -1)  # [N, S]: slice r is what rank r sums
+        slices = flat.view(ranks, -1)  # [N, S]: rank r sums slice r
         self.out, self.rank, self.mine = out, rank, slices[rank]
-        self.arrived = flat.new_empty(ranks - 1, self.mine.numel())  # my own slice need not travel
+        self.arrived = flat.new_empty(ranks - 1, self.mine.numel())  # this rank's own slice is not sent
         others = [other for other in range(ranks) if other != rank]
         self.works = [
             work
@@ -85,19 +85,19 @@ class ExchangeAndSum:
         total = terms[0].to(torch.promote_types(self.out.dtype, torch.float32), copy=True)  # rounded once, at the end
         for term in terms[1:]:
             total += term
-        self.out.copy_(total)  # in place, as in a bucket, or elsewhere
+        self.out.copy_(total)  # `out` may be `mine` itself, as in a bucket
 
 
 class SendToAll:
-    """An all-gather as one message to each other rank: the same bytes as a ring's, in one step instead of N - 1.
+    """An all-gather as one message to each other rank: a ring's bytes, in one step instead of N - 1.
 
-    For gloo, whose ring waits N - 1 times for a neighbour. Give it as `all_gather=`.
+    Gloo's ring waits N - 1 times for a neighbour. Pass this class as `all_gather=` to avoid that.
     """
 
     def __init__(self, flat: Tensor, mine: Tensor, *, group: dist.ProcessGroup, async_op: bool):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         slices = flat.view(ranks, -1)  # [N, S]
-        if slices[rank].data_ptr() != mine.data_ptr():  # stage 3 keeps its shard elsewhere
+        if slices[rank].data_ptr() != mine.data_ptr():  # stage 3 stores its shard outside the flat buffer
             slices[rank].copy_(mine)
         self.works = [
             work
@@ -117,28 +117,28 @@ class SendToAll:
 
 
 class StaysHere:
-    """A reduce-scatter or an all-gather of one rank, which sends nothing and seldom copies: in place, what it would
-    give is there already."""
+    """A reduce-scatter or an all-gather of one rank: sends nothing, and copies only if it is not in place."""
 
     def __init__(self, out: Tensor, given: Tensor, *, group: dist.ProcessGroup, async_op: bool):
         same = out.untyped_storage()._cdata == given.untyped_storage()._cdata
-        if not (same and out.storage_offset() == given.storage_offset()):  # stage 3 keeps its shard elsewhere
+        if not (same and out.storage_offset() == given.storage_offset()):  # stage 3: separate tensors
             out.copy_(given)
 
     def wait(self) -> None:
-        """Nothing is on its way."""
+        """Nothing is in flight."""
 
 
-PLAIN_SUMS = (reduce_scatter, ExchangeAndSum)  # of one rank, the gradient itself; zero_hybrid.py's goes on to others
+# On one rank these return the gradient itself. zero_hybrid.py's reduce-scatter still sends to other machines.
+PLAIN_SUMS = (reduce_scatter, ExchangeAndSum)
 
-# ----------------------------------------------------------------------------------------------- parameters in a line
+# --------------------------------------------------------------------------------------- flattened parameters
 
 
 class Bucket:
-    """Parameters of one dtype and device, end to end in a flat buffer that N equal shards cover exactly.
+    """Parameters of one dtype and device, end to end in a flat buffer that is padded to N equal shards.
 
     | a a a a a | b b b | c c | - - |        N = 4 ranks, 10 elements: shards of S = 3, padded to 12
-    | rank 0 | rank 1 | rank 2 | rank 3 |    a shard does not care where a parameter ends
+    | rank 0 | rank 1 | rank 2 | rank 3 |    a shard may begin and end inside a parameter
     """
 
     def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup):
@@ -158,11 +158,11 @@ class Bucket:
         return torch.zeros(numel, dtype=dtype or self.params[0].dtype, device=self.params[0].device)
 
     def view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
-        """The part of a flat buffer [padded] that belongs to `param`, in its shape."""
+        """The part of a flat buffer [padded] that belongs to `param`, in the parameter's shape."""
         return flat[self.begin[param] : self.begin[param] + param.numel()].view(param.shape)
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, slice, slice]]:
-        """For each parameter with elements in my shard: the parameter, where in my shard, which of its elements."""
+        """(parameter, slice of my shard, slice of the parameter) for each with elements in my shard."""
         for p in self.params:
             first, last = max(self.begin[p], self.mine.start), min(self.begin[p] + p.numel(), self.mine.stop)
             if first < last:
@@ -170,9 +170,9 @@ class Bucket:
                 yield p, slice(first - self.mine.start, last - self.mine.start), in_param
 
     def flatten(self, group: dist.ProcessGroup) -> Tensor:
-        """Move the parameters into a flat buffer, of which they become views, with the values of the group's rank 0.
+        """Make the parameters views of one flat buffer, with the values of the group's rank 0.
 
-        Without the broadcast, ranks that started from different weights would each contribute a slice of another model.
+        Without the broadcast, ranks that start from different weights would mix slices of different models.
         """
         flat = self.zeros(self.padded)
         for p in self.params:
@@ -186,8 +186,8 @@ class Bucket:
 
 
 def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """The method for as long as its object lives: a hook that kept the object alive would do so for good, since the
-    garbage collector cannot see a cycle that runs through autograd's side of a parameter.
+    """A hook that calls `method` but does not keep its object alive. A strong reference would leak the
+    object, because the garbage collector cannot see a cycle that runs through autograd's side of a parameter.
     """
     reference = WeakMethod(method)
 
@@ -200,7 +200,7 @@ def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], N
 
 
 class Zero1:
-    """Stage 1 (P_os): every rank has all gradients, but updates its shard only, and so keeps only its shard's states.
+    """Stage 1 (P_os): every rank has all gradients, but updates only its shard and stores only its states.
 
         optimizer = torch.optim.AdamW(groups_of_parameters, lr=1e-3)       # an ordinary optimizer, not used yet
         zero = Zero1(model, optimizer, group, master=torch.float32)        # takes over its class and its groups
@@ -212,23 +212,23 @@ class Zero1:
         zero.param_groups[0]["lr"] = 3e-4                                  # as with any optimizer
         zero.step()
 
-    Gradients are summed over the group, not averaged: the loss is divided by the global number of tokens already.
-    `master=torch.float32` keeps, for a bf16 model, the shard's weights in fp32; the optimizer works on these.
-    A frozen parameter stays as it is, a tied one counts once. A trainable parameter that got no gradient on any rank
-    has gradient zero (torch's optimizers would leave it alone; here its weight decays and its momentum fades).
+    Gradients are summed over the group, not averaged, because the loss is already divided by the global
+    number of tokens. With `master=torch.float32` the optimizer updates an fp32 copy of a bf16 model's shard.
+    A frozen parameter is not changed, a tied one counts once. A trainable parameter without a gradient on any
+    rank has gradient zero (torch's optimizers would skip it; here its weight decays and its momentum fades).
 
-    `reduce_dtype=torch.float32` sums a bf16 model's gradients over the ranks in fp32, at twice the bytes;
-    `accumulate_dtype=torch.float32` sums micro-batches in fp32 (a sum of 64 in bf16 is more than twice as far from
-    float64). The gradients that are kept are then 4 bytes wide: 4 Psi at stage 1, 4 Psi / N at stages 2 and 3. What
-    `no_sync()` holds back at stages 2 and 3 is an exception: autograd sums it in `p.grad`, in the parameter's dtype.
+    `reduce_dtype=torch.float32` sums a bf16 model's gradients over the ranks in fp32, at twice the bytes.
+    `accumulate_dtype=torch.float32` sums micro-batches in fp32 (a sum of 64 in bf16 is more than twice as far
+    from float64). The stored gradients then take 4 bytes each: 4 Psi at stage 1, 4 Psi / N at stages 2 and 3.
+    An exception is `no_sync()` at stages 2 and 3, where `p.grad` accumulates in the parameter's dtype.
 
-    `fused` is an AdamW in one kernel, called as chapter 09's `adamw_`. It reads the gradient as it is, in its own
-    dtype, and writes moments, master and the model's weight. `scale_gradients` hands it the factor, so the gradients
-    that can be seen stay unscaled. The buckets then have parameters of one group of options each. On one rank, from
-    which nothing is sent, stage 1 has a single bucket for each group: its update is one kernel.
+    `fused` is an AdamW in one kernel, called like chapter 09's `adamw_`. It reads the gradient in its stored
+    dtype and writes moments, master and the model's weight. `scale_gradients` passes it the factor, so the
+    stored gradients stay unscaled. Each bucket then has parameters of one parameter group only. On one rank,
+    which sends nothing, stage 1 has a single bucket for each group, so that its update is one kernel.
 
     With `hooks=False` nothing is automatic: call `start(param)` when `param.grad` is final for this step. Parameters
-    in `ignored` belong to someone else: experts, say, which only some ranks of the group hold alike.
+    in `ignored` are not managed here: experts, say, of which only some ranks of the group have copies.
     `events` records what happened since `zero_grad()`, in order. All ranks of the group must make the same calls.
     """
 
@@ -256,8 +256,8 @@ class Zero1:
             reduce_scatter = StaysHere if reduce_scatter in PLAIN_SUMS else reduce_scatter
         self.reduce_scatter, self.all_gather = reduce_scatter, all_gather  # or ExchangeAndSum, SendToAll
         self.fused = fused
-        self.scale: Tensor | None = None  # the factor of the gradients, for the fused update that is to come
-        self.rounded: set[int] = set()  # buckets whose new weights the fused update has written
+        self.scale: Tensor | None = None  # the factor of the gradients, for the next fused update
+        self.rounded: set[int] = set()  # buckets whose new weights the fused update has already written
         self.reduce_dtype, self.accumulate_dtype = reduce_dtype, accumulate_dtype
         left_out = set(ignored)
         self.everything = {p: name for name, p in module.named_parameters() if p not in left_out}
@@ -272,7 +272,7 @@ class Zero1:
         self.buckets = self.make_buckets()
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket.params}
         self.hold_weights()
-        # The optimizer's own copy of my shard. Without `master` it is no copy: it is my part of the weights.
+        # The optimizer's copy of this rank's shard. Without `master` it is a view of the weights instead.
         self.masters = [self.own_copy(i, master or b.params[0].dtype) for i, b in enumerate(self.buckets)]
         self.segments = [self.cut(i) for i in range(len(self.buckets))]
         self.inner = [self.make_inner(type(optimizer), segments) for segments in self.segments]
@@ -280,7 +280,7 @@ class Zero1:
         self.begin()
         for p in self.names if hooks else ():
             p.register_post_accumulate_grad_hook(weakly(self.start))
-        for p in self.names if not hooks and accumulate_dtype else ():  # each micro-batch is added, whoever sends it
+        for p in self.names if not hooks and accumulate_dtype else ():  # add each micro-batch, sent or not
             p.register_post_accumulate_grad_hook(weakly(self.collect))
 
     def make_buckets(self) -> list[Bucket]:
@@ -294,18 +294,18 @@ class Zero1:
             bucket.append(p)
             if not stays and sum(q.nbytes for q in bucket) >= self.bucket_bytes:
                 full.append(filling.pop(kind))
-        # Inside a bucket the optimizer's groups lie together, so that my shard has at most one run of each.
+        # Inside a bucket parameters are sorted by group, so that a shard has at most one run of each group.
         return [Bucket(sorted(b, key=self.group_of.__getitem__), self.group) for b in [*full, *filling.values()]]
 
     def cut(self, index: int) -> list[tuple[int, slice, nn.Parameter]]:
-        """My shard of a bucket as runs of one group each: (group, where in the shard, a view for the optimizer)."""
+        """My shard of a bucket as runs of one group each: (group, slice of the shard, optimizer's view)."""
         runs: list[tuple[int, slice]] = []
         for p, where, _ in self.buckets[index].pieces():
             if runs and runs[-1][0] == self.group_of[p]:
                 runs[-1] = (runs[-1][0], slice(runs[-1][1].start, where.stop))
             else:
                 runs.append((self.group_of[p], where))
-        # Padding goes with the last run: zeros with gradient zero stay zeros under every elementwise update.
+        # The padding joins the last run: zeros with gradient zero stay zeros under every elementwise update.
         last, where = runs[-1] if runs else (0, slice(0, 0))
         runs[-1:] = [(last, slice(where.start, self.buckets[index].shard_numel))]
         return [(g, where, nn.Parameter(self.masters[index][where])) for g, where in runs]
@@ -313,7 +313,7 @@ class Zero1:
     def make_inner(
         self, kind: Callable[..., torch.optim.Optimizer], segments: list[tuple[int, slice, nn.Parameter]]
     ) -> torch.optim.Optimizer:
-        """An optimizer of its own for each bucket, so that one bucket can be updated while another one travels."""
+        """One optimizer per bucket, so that one bucket can be updated while another is in flight."""
         return kind([{**self.param_groups[g], "params": [segment]} for g, _, segment in segments])
 
     def hold_weights(self) -> None:
@@ -330,20 +330,20 @@ class Zero1:
         self.views = {p: self.buckets[i].view(self.gradients[i], p) for p, i in self.bucket_of.items()}
 
     def gradient_shard(self, index: int) -> Tensor:
-        """My shard of the summed gradient, after `finish()`. It is a view: changes count."""
+        """My shard of the summed gradient, after `finish()`. It is a view, so writes to it take effect."""
         return self.gradients[index][self.buckets[index].mine]
 
     # ---- gradients
 
     def begin(self) -> None:
-        """State of one backward that sends."""
+        """Reset the state of one synchronizing backward pass."""
         self.ready: set[nn.Parameter] = set()
         self.launched: list[int] = []
-        self.works: list[tuple[int, Tensor, dist.Work]] = []  # reductions under way: bucket, buffer, handle
+        self.works: list[tuple[int, Tensor, dist.Work]] = []  # pending reductions: bucket, buffer, handle
 
     def zero_grad(self) -> None:
-        """With hooks the first gradient of a step is moved into the buffer, so what is there now may stay until then.
-        Without, nobody moves it: autograd has to add to zeros."""
+        """With hooks the first gradient of a step overwrites the buffer, so old values may stay until then.
+        Without hooks autograd adds in place, so the buffer has to be zero."""
         self.scale = None
         for p, view in self.views.items():
             p.grad = None
@@ -355,7 +355,7 @@ class Zero1:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards inside accumulate on this rank; nothing is sent. At stage 1 it costs no memory."""
+        """Backward passes inside accumulate locally and send nothing. At stage 1 this costs no memory."""
         before, self.syncing = self.syncing, False
         try:
             yield
@@ -364,14 +364,14 @@ class Zero1:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch. Stage 1 accumulates locally and reduces the last time."""
+        """Wrap forward and backward of one micro-batch. Stage 1 accumulates, and reduces after the last."""
         with nullcontext() if last else self.no_sync():
             yield
         if last:
             self.finish()
 
     def start(self, param: nn.Parameter) -> None:
-        """`param.grad` is final on this rank. The hook calls this; without hooks, you do."""
+        """`param.grad` is final on this rank. The hook calls this; without hooks, the caller does."""
         self.finished, late = False, self.finished
         self.collect(param)
         if not self.syncing:
@@ -386,8 +386,8 @@ class Zero1:
         self.after_ready()
 
     def collect(self, param: nn.Parameter) -> None:
-        """What autograd has made of this micro-batch goes into the buffer, at once, while it is in the cache. Of the
-        same dtype it is moved there, and later micro-batches are added in place; a wider buffer adds it itself."""
+        """Put this micro-batch's gradient into the buffer at once, while it is in the cache. Autograd adds
+        later ones in place if the dtypes are equal; to a wider buffer they are added here."""
         view = self.views[param]
         if view.dtype != param.dtype and param.grad is not None:
             view += param.grad
@@ -396,7 +396,7 @@ class Zero1:
             param.grad = view.copy_(param.grad)
 
     def after_ready(self) -> None:
-        """Buckets leave while backward goes on, in the same order on every rank, whatever the order of gradients."""
+        """Start reductions during backward, in one order on all ranks, whatever the order of gradients."""
         while (index := len(self.launched)) < len(self.buckets) and self.ready.issuperset(self.buckets[index].params):
             self.launch(index)
 
@@ -405,19 +405,19 @@ class Zero1:
         for p in self.buckets[index].params:
             view = self.views[p]
             self.collect(p)
-            if p.grad is None and view.dtype == p.dtype:  # no backward came this way: the last step's sum is there
+            if p.grad is None and view.dtype == p.dtype:  # no gradient: the view has the last step's sum
                 p.grad = view.zero_()
         return self.gradients[index].to(self.reduce_dtype or self.gradients[index].dtype)  # a copy only if it differs
 
     def launch(self, index: int) -> None:
-        """Start the reduction of a bucket. What did not become final in this backward goes as it is, or as zero."""
+        """Start a bucket's reduction. A gradient that is not final is sent as it is, a missing one as 0."""
         mine, flat = self.buckets[index].mine, self.fill(index)
         # --- exercise 3.25: sum over the group, and receive only my shard of the sum, in place ---
         work = self.reduce_scatter(flat[mine], flat, group=self.group, async_op=True)
         # --- end exercise ---
         self.works.append((index, flat, work))
         self.launched.append(index)
-        if len(self.works) > 2:  # two on the way keep the links busy; more of them would only hold more buffers
+        if len(self.works) > 2:  # two in flight keep the links busy; more would only take more buffers
             self.retire()
         self.events.append(("reduce", index))
 
@@ -425,13 +425,13 @@ class Zero1:
         """Wait for the oldest reduction."""
         index, flat, work = self.works.pop(0)
         work.wait()
-        if flat is not self.gradients[index]:  # it was summed in another dtype
+        if flat is not self.gradients[index]:  # a copy, because it was summed in another dtype
             self.gradient_shard(index).copy_(flat[self.buckets[index].mine])
 
     def finish(self) -> None:
-        """After each backward that sends, on every rank: send what is unsent and wait for all of it.
-
-        Without it some gradients are not summed, or not yet: `step` and `clip_grad_norm` then refuse.
+        """Start the reductions that have not started, and wait for all. Every rank calls it after each
+        synchronizing backward pass. Until then gradients may not be summed, and `step` and `clip_grad_norm`
+        raise.
         """
         for index in range(len(self.buckets)):
             if index not in self.launched:
@@ -444,7 +444,7 @@ class Zero1:
     # ---- norm, update
 
     def check_finished(self) -> None:
-        """RuntimeError if gradients are under way or were never sent: three of nine weights would be silently wrong."""
+        """RuntimeError if a reduction is pending or missing; three of nine weights would be silently off."""
         if not self.finished:
             raise RuntimeError(
                 f"stage {self.stage}: gradients are not summed yet; call finish() after backward, on every rank, or "
@@ -454,7 +454,7 @@ class Zero1:
     def gradient_pieces(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter's name, the part of its summed gradient that this rank owns).
 
-        Together the ranks have each element once, and no padding: sum the squares over the group for the norm.
+        Together the ranks yield each element once, without padding; the norm sums the squares over the group.
         """
         self.check_finished()
         for index, bucket in enumerate(self.buckets):
@@ -463,7 +463,7 @@ class Zero1:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Norm over all gradients of the model, the same on all ranks. Above `max_norm`, scale them to it.
+        """The norm of all gradients, the same on all ranks. Above `max_norm`, scale them to it.
 
         Same result as `torch.nn.utils.clip_grad_norm_` on the unsharded gradients.
         """
@@ -479,7 +479,7 @@ class Zero1:
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor | float) -> None:
-        """Multiply my shards; with a fused update, when it reads them."""
+        """Multiply this rank's shards. The fused update multiplies when it reads them."""
         if self.fused is not None:
             like = self.masters[0]
             wide = torch.promote_types(like.dtype, torch.float32)
@@ -491,19 +491,19 @@ class Zero1:
 
     @torch.no_grad()
     def leave_out_if(self, broken: Tensor) -> None:
-        """If so, the next step() changes no weight and no moment. The device decides, and the host need not wait.
+        """If `broken`, the next step() changes no weight and no moment. The host need not wait for the value.
 
-        Only the fused update can do so; it still counts the step.
+        Only the fused update can do this; the step still counts.
         """
         assert self.fused is not None
         self.scale_gradients(torch.where(broken, torch.nan, 1.0))
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update my shard bucket by bucket; each bucket's all-gather travels while the next bucket is updated."""
+        """Update my shards bucket by bucket; a bucket's all-gather overlaps the next bucket's update."""
         self.check_finished()
         works: list[Any] = []
-        # --- exercise 3.27: update shard by shard, and let the shards travel meanwhile ---
+        # --- exercise 3.27: update shard by shard, and overlap the all-gathers with the updates ---
         for index in range(len(self.buckets)):
             self.update(index)
             works += self.publish(index)
@@ -514,7 +514,7 @@ class Zero1:
     def update(self, index: int) -> None:
         inner, gradient = self.inner[index], self.gradient_shard(index)
         if self.fused is None:
-            gradient = gradient.to(self.masters[index].dtype)  # a copy in mixed precision: one bucket's
+            gradient = gradient.to(self.masters[index].dtype)  # in mixed precision a copy, of one bucket only
         for options, (g, where, segment) in zip(inner.param_groups, self.segments[index], strict=True):
             options.update((key, value) for key, value in self.param_groups[g].items() if key != "params")
             if self.fused is None:
@@ -528,14 +528,14 @@ class Zero1:
         self.events.append(("update", index))
 
     def update_in_one_kernel(self, index: int, options: dict[str, Any], segment: nn.Parameter, where: slice) -> None:
-        """The states are torch's AdamW's, under its names, so that they are saved and loaded as without the kernel."""
+        """The states have the names of torch's AdamW, so they are saved and loaded as without the kernel."""
         assert self.fused is not None
         state, mine = self.inner[index].state[segment], self.weight_shard(index)
         if not state:
             wide = torch.promote_types(segment.dtype, torch.float32)
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(segment, dtype=wide) for _ in range(2))
-        state["step"] = state["step"].cpu() + 1  # loaded, it may be on the device; left there, reading it would wait
+        state["step"] = state["step"].cpu() + 1  # a loaded counter may be on the device: reading it waits
         self.fused(
             segment.detach(),
             self.gradient_shard(index)[where],
@@ -552,26 +552,26 @@ class Zero1:
         self.rounded.add(index)
 
     def round_weights(self, index: int) -> None:
-        """My new weights in the model's dtype, where the update has not written them there itself."""
+        """Copy the new weights to the model's dtype, unless the fused update has already written them."""
         mine = self.weight_shard(index)
-        if mine.dtype != self.masters[index].dtype and index not in self.rounded:  # else they are the same memory
+        if mine.dtype != self.masters[index].dtype and index not in self.rounded:  # equal dtypes share memory
             mine.copy_(self.masters[index])
         self.rounded.discard(index)
 
     def publish(self, index: int) -> list[Any]:
-        """Start to give my updated shard to everyone, into the flat buffer that the parameters are views of."""
+        """Start the all-gather of the updated shards into the flat buffer behind the parameters."""
         self.round_weights(index)
         self.events.append(("gather", index))
         return [self.all_gather(self.flats[index], self.weight_shard(index), group=self.group, async_op=True)]
 
     def arrive(self) -> None:
-        """Wait for weights that are still on their way after step(): here none, but see zero_overlap.py."""
+        """Wait for weights that are in flight after step(). Here there are none; zero_overlap.py has some."""
 
-    # ---- what is held, and whole tensors again
+    # ---- what is stored, and full tensors
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Optimizer states of my shard, by segment, master weights included where they are a copy."""
+        """Optimizer states of this rank's shard, by segment, with master weights where they are a copy."""
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for index, inner in enumerate(self.inner):
             copied = self.masters[index].dtype != self.buckets[index].params[0].dtype
@@ -585,7 +585,7 @@ class Zero1:
         return {"weights": [*self.everything], "gradients": self.gradients, "optimizer states": states}
 
     def whole(self, index: int, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """All-gather the shards [S] of a bucket and cut them into parameters."""
+        """All-gather the shards [S] of a bucket and split the result into parameters."""
         bucket = self.buckets[index]
         flat = shard.new_empty(bucket.padded)
         all_gather(flat, shard, group=self.group)
@@ -593,21 +593,21 @@ class Zero1:
             yield self.names[p], bucket.view(flat, p).clone()
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The summed gradient of each trainable parameter, whole, on every rank: for tests, not for training."""
+        """The full summed gradient of each trainable parameter on every rank: for tests, not for training."""
         return dict(pair for i in range(len(self.buckets)) for pair in self.whole(i, self.gradient_shard(i)))
 
     def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Those parameters that are not trained, whole, one after the other."""
+        """The frozen parameters in full, one after the other."""
         yield from ((name, p.detach()) for p, name in self.everything.items() if p not in self.names)
 
     def load_frozen(self, weights: dict[str, Tensor]) -> None:
-        """Take the weights of those parameters that are not trained, by name."""
+        """Copy the weights of frozen parameters, by name."""
         for p, name in self.everything.items():
             if p not in self.names:
                 p.copy_(weights[name])
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Each parameter, whole, on every rank. The optimizer's states come with it in zero_state.py."""
+        """Each parameter in full, on every rank. zero_state.py adds the optimizer states."""
         weights = {name: tensor.clone() for name, tensor in self.frozen_weights()}
         return weights | dict(pair for i in range(len(self.buckets)) for pair in self.whole(i, self.weight_shard(i)))
 
@@ -616,12 +616,12 @@ class Zero1:
 
 
 class Zero2(Zero1):
-    """Stage 2 (P_os+g): one new idea. A gradient that is not in my shard is somebody else's: send it and forget it.
+    """Stage 2 (P_os+g): one new idea. A rank frees the gradients outside its shard once they are reduced.
 
-    A buffer exists only on the way: while one bucket is being reduced, backward makes the gradients of the next. Each
-    micro-batch is reduced and *added* to the shard. `no_sync()` saves those reductions and costs what this stage has
-    won: the whole gradients stay on the rank until a backward that sends, in the parameters' dtype whatever
-    `accumulate_dtype` says.
+    A full buffer exists only during its reduction, while the backward pass computes the next bucket's
+    gradients. Each micro-batch is reduced and *added* to the shard. `no_sync()` saves those reductions but
+    gives up what this stage has won: full gradients stay on the rank until the next synchronizing backward
+    pass, in the parameters' dtype whatever `accumulate_dtype` is.
     """
 
     stage = 2
@@ -633,7 +633,7 @@ class Zero2(Zero1):
         return self.gradients[index]
 
     def collect(self, param: nn.Parameter) -> None:
-        """Nothing: a gradient is added to its shard when it has been reduced."""
+        """Does nothing: a gradient is added to its shard when it has been reduced."""
 
     def zero_grad(self) -> None:
         self.scale = None
@@ -645,18 +645,18 @@ class Zero2(Zero1):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch: each is reduced at once, so nothing whole has to be kept."""
+        """Wrap forward and backward of one micro-batch. It is reduced at once; no full gradient is stored."""
         yield
         self.finish()
 
     def fill(self, index: int) -> Tensor:
-        """The gradients move from the parameters into a new buffer, once the one before has been reduced."""
+        """Move the gradients from the parameters into a new buffer, once the previous one is reduced."""
         while self.works:
             self.retire()
         bucket = self.buckets[index]
-        like = bucket.params[0]  # of stage 3 it may have no values here, but it knows its dtype and device
+        like = bucket.params[0]  # at stage 3 it may have no values here, but has its dtype and device
         flat = torch.empty(bucket.padded, dtype=self.reduce_dtype or like.dtype, device=like.device)
-        flat[bucket.numel :].zero_()  # each number is written once: what is copied into need not be zero before
+        flat[bucket.numel :].zero_()  # only the padding: the copies below write all other elements
         for p in bucket.params:
             view = bucket.view(flat, p)
             view.zero_() if p.grad is None else view.copy_(p.grad)
@@ -675,7 +675,7 @@ class Zero2(Zero1):
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> None:
-    """ValueError, naming the parameter, if this optimizer cannot be sharded or is not over exactly these parameters."""
+    """ValueError, naming a parameter, if the optimizer cannot be sharded or has other parameters."""
     kind = type(optimizer).__name__
     mine = {p for options in optimizer.param_groups for p in options["params"]}
     first = next(iter(names.values()), None)
@@ -689,7 +689,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, 
     for option in ("differentiable", "capturable"):
         if any(options.get(option) for options in optimizer.param_groups):
             raise ValueError(f"{kind}({option}=True) cannot be honoured for shards of {first!r}; leave it out")
-    for option in ("momentum", "amsgrad", "centered"):  # each decides which kinds of state there are
+    for option in ("momentum", "amsgrad", "centered"):  # each adds or removes a kind of state
         if len({bool(options.get(option)) for options in optimizer.param_groups}) > 1:
             raise ValueError(
                 f"{kind} has groups with {option} and groups without, so that parameters beside {first!r} have other "
@@ -704,7 +704,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, 
 
 
 def check_fused(optimizer: torch.optim.Optimizer) -> None:
-    """ValueError if a fused AdamW cannot stand in for this optimizer."""
+    """ValueError if a fused AdamW cannot replace this optimizer."""
     if type(optimizer) is not torch.optim.AdamW:
         raise ValueError(f"fused is an AdamW, the optimizer is {type(optimizer).__name__}; leave fused out")
     for option in ("amsgrad", "maximize"):
@@ -716,12 +716,12 @@ def check_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def one_of(make: Callable[..., Zero1], stage: int, *of: Any, units: Any, master: torch.dtype) -> Zero1:
-    """A stage for `measure`, which offers units at every stage, with everything in one bucket."""
+    """A stage for `measure`, with everything in one bucket; `measure` passes `units` at every stage."""
     return make(*of, master=master, bucket_bytes=25 * 2**20)
 
 
 def demo(stage: int, make: Callable[..., Zero1], group: dist.ProcessGroup, device: torch.device) -> list[Row]:
-    """Rows of the table for one stage: three steps beside the reference, then the bytes of a mixed-precision step."""
+    """Rows of the table for one stage: three steps next to the reference, then bytes in mixed precision."""
     ranks = dist.get_world_size(group)
     worst = error_against_the_unsharded_model(make, group, device)
     held, psi, kept, sent = measure(stage, group, device, partial(one_of, make))

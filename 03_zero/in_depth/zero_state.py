@@ -1,32 +1,32 @@
-"""The full state of a sharded run: gathered by name, and loaded at another stage or another number of ranks.
+"""The full state of a sharded run: gathered by name, and loaded at another stage or world size.
 
-Problem. After ZeRO no rank has a whole optimizer state, and the shards are slices of buckets that mean something only
-at this number of ranks and this stage. A checkpoint of shards would tie the rest of the training to today's machines.
+Problem. With ZeRO no rank has the full optimizer state, and the shards are slices of buckets that depend on
+world size and stage. A checkpoint of shards would tie the rest of the run to today's machines.
 
-Idea. Give the state the form it would have had without ZeRO: one whole tensor for each parameter and kind, under the
-parameter's name. To save, gather a bucket, cut it into parameters, forget the padding. To load, go the other way:
+Idea. Save the state in the form it has without ZeRO: one full tensor for each parameter and kind, under the
+parameter's name. To save, gather a bucket, split it into parameters, drop the padding; to load, reverse:
 
     shard of rank 0   | exp_avg: a a a a |
-    shard of rank 1   | exp_avg: a b b - |   --all-gather-->   | a a a a a b b - |   --cut-->   a: [5]   b: [2]
-                                                                       padding ^ is forgotten
+    shard of rank 1   | exp_avg: a b b - |   --all-gather-->   | a a a a a b b - |   --split--> a: [5]  b: [2]
+                                                                       padding ^ is dropped
 
-    a: [5]   b: [2]   --lay out, at 4 ranks-->   | a a | a a | a b | b - |   --each its own-->   rank 2:  | a b |
+    a: [5]   b: [2]   --flatten, at 4 ranks-->   | a a | a a | a b | b - |   --own shard-->   rank 2:  | a b |
 
     {"weights":   {"layers.0.up.weight": tensor, ...},
      "optimizer": {"layers.0.up.weight": {"step": 7, "exp_avg": tensor, "exp_avg_sq": tensor, "master": tensor}, ...}}
 
-The weights of a bf16 model are not enough: they are rounded. "master" holds the fp32 weights that the optimizer works
-on; without it, resuming would round every weight and lose all the small updates that have not yet become visible.
+The weights of a bf16 model are not enough, because they are rounded. "master" has the fp32 weights that the
+optimizer updates. Resuming without them would lose all small updates that do not show in bf16 yet.
 
 Formulas, for a bucket of n padded elements of e bytes and N ranks:
     sent      (N-1)/N n e for each kind of state and for the weights; loading sends nothing at stage 3, and one
               all-gather of the weights at stages 1 and 2
-    memory    one gathered bucket at a time on the device, the whole state in host memory
+    memory    one gathered bucket at a time on the device, the full state in host memory
 Learning rates and the like are options of a run, not its state, and are not saved here.
 
 Run it:
     python zero_state.py                                     one rank, CPU or GPU
-    torchrun --nproc_per_node 4 zero_state.py                train on 4 ranks at stage 3, go on with 2 at stage 1
+    torchrun --nproc_per_node 4 zero_state.py                4 ranks at stage 3, then resume on 2 at stage 1
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -49,12 +49,12 @@ FullState = dict[str, dict[str, Any]]
 
 
 def per_element(kind: str) -> bool:
-    """Is there one number of this kind for each element of a parameter? `step` is a counter, the same for all."""
-    return kind != "step"  # its tensor has no dimension, but neither have the moments of a scalar parameter
+    """Has this kind of state one value for each element of a parameter? `step` is one counter for all."""
+    return kind != "step"  # testing for 0 dimensions would fail: a scalar parameter's moments have none
 
 
 def counter_on(device: torch.device | str, value: Any) -> Any:
-    """A copy of a counter that shares nothing with it: a tensor on this device, or a plain number."""
+    """A copy of a counter that shares no memory with it: a tensor on this device, or a plain number."""
     return value.to(device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
 
 
@@ -62,7 +62,7 @@ def counter_on(device: torch.device | str, value: Any) -> Any:
 def full_state_dict(zero: Zero1) -> FullState:
     """{"weights": {name: tensor}, "optimizer": {name: {kind: tensor or counter}}} in host memory, on every rank.
 
-    All ranks of the group call it between two steps. Nothing in it depends on the number of ranks or on the stage.
+    All ranks of the group call it between two steps. The result depends on neither world size nor stage.
     """
     weights = {name: tensor.cpu() for name, tensor in zero.full_weights().items()}
     states: dict[str, dict[str, Any]] = {name: {} for name in zero.names.values()}
@@ -76,7 +76,7 @@ def full_state_dict(zero: Zero1) -> FullState:
 def gathered_states(zero: Zero1) -> Iterator[dict[str, dict[str, Any]]]:
     """{name: {kind: tensor or counter}} in host memory, for one bucket and one kind of state after the other.
 
-    All ranks of the group go through it to the end, between two steps. Who keeps none of it holds one bucket at most.
+    All ranks of the group exhaust it, between two steps. If the caller keeps none, one bucket is in memory.
     """
     held = zero.state
     for index, bucket in enumerate(zero.buckets):
@@ -97,10 +97,10 @@ def gathered_states(zero: Zero1) -> Iterator[dict[str, dict[str, Any]]]:
 
 @torch.no_grad()
 def load_full_state_dict(zero: Zero1, full: FullState) -> None:
-    """Take over weights and optimizer states, saved at any number of ranks and any stage.
+    """Load weights and optimizer states that were saved at any world size and stage.
 
-    All ranks of the group call it between two steps, each with the same state. Raises ValueError, naming a parameter,
-    if the state is that of another model, before anything has changed.
+    All ranks of the group call it between two steps, with the same state. If the state is of another model,
+    raises ValueError, naming a parameter, before anything has changed.
     """
     weights, states = full["weights"], full["optimizer"]
     check_full_state(zero, weights, states)
@@ -112,12 +112,12 @@ def load_full_state_dict(zero: Zero1, full: FullState) -> None:
 def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping[str, Mapping[str, Any]]) -> None:
     """`load_full_state_dict` without its checks and without frozen weights.
 
-    A tensor is asked for when it is needed and where it has elements in my shard, and is dropped once they are copied:
-    the mappings may read it from a disk. All ranks of the group call it between two steps.
+    A rank reads a tensor only if some of its elements are in the rank's shard, and frees it once they are
+    copied, so the mappings may read from a disk. All ranks of the group call it between two steps.
     """
     zero.arrive()
     for index, bucket in enumerate(zero.buckets):
-        states = {zero.names[p]: everything[zero.names[p]] for p, _, _ in bucket.pieces()}  # all that my shard needs
+        states = {zero.names[p]: everything[zero.names[p]] for p, _, _ in bucket.pieces()}  # only what I need
         # --- exercise 3.33: the optimizer works on the master weights, where there are any ---
         masters = {name: state.get("master", weights[name]) for name, state in states.items()}
         zero.masters[index].copy_(shard_of(zero, index, masters))
@@ -130,7 +130,7 @@ def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping
                 kinds[kind] = first[kind]
         inner = zero.inner[index]
         for options, (_, where, segment) in zip(inner.param_groups, zero.segments[index], strict=True):
-            beside = segment.device if options.get("fused") else "cpu"  # a fused update counts where it computes
+            beside = segment.device if options.get("fused") else "cpu"  # a fused one counts on the device
             inner.state[segment] = {
                 kind: value[where].clone() if per_element(kind) else counter_on(beside, value)
                 for kind, value in kinds.items()
@@ -140,7 +140,7 @@ def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping
 
 
 def shard_of(zero: Zero1, index: int, whole: dict[str, Tensor]) -> Tensor:
-    """My shard [S] of a bucket, cut out of whole tensors by name: those with elements in it. Padding is zero."""
+    """My shard [S] of a bucket, from the full tensors with elements in it, by name. Padding is zero."""
     bucket, mine_of = zero.buckets[index], zero.masters[index]
     dtype = next((tensor.dtype for tensor in whole.values()), mine_of.dtype)  # my shard may be all padding
     shard = torch.zeros(bucket.shard_numel, dtype=dtype, device=mine_of.device)
@@ -152,7 +152,7 @@ def shard_of(zero: Zero1, index: int, whole: dict[str, Tensor]) -> Tensor:
 
 
 def check_full_state(zero: Zero1, weights: dict[str, Tensor], states: dict[str, dict[str, Any]]) -> None:
-    """ValueError, naming the parameter, if this is the state of another model."""
+    """ValueError, naming a parameter, if this is the state of another model."""
     named = {name: p for p, name in zero.everything.items()}
     for name, p in named.items():
         if name not in weights:
@@ -193,7 +193,7 @@ def trained(group: dist.ProcessGroup, stage: int, steps: range, device: torch.de
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for step in steps:
         samples = make_batch(step, 1, micro_batches=4)[0]
-        nothing = (samples[0][0], torch.full_like(samples[0][1], IGNORE))  # all ranks need as many micro-batches
+        nothing = (samples[0][0], torch.full_like(samples[0][1], IGNORE))  # all ranks need equally many
         mine = [*samples, *[nothing] * (-len(samples) % ranks)][rank::ranks]
         train_step(model, zero, [(x.to(device), y.to(device)) for x, y in mine])
         zero.step()

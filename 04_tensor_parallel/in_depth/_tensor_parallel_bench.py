@@ -1,4 +1,4 @@
-"""What the benchmarks of this chapter share: the ranks, and the same block by torch's own tensor parallelism."""
+"""Shared by this chapter's benchmarks: the ranks, and the same block with torch's own tensor parallelism."""
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
@@ -111,14 +111,14 @@ def step(model: nn.Module, x: Tensor, *tables: Tensor, finish: Callable[[nn.Modu
 
 
 class sent_by_both(communication):
-    """The meter, which also looks into DTensor's operators: it lets them run first, and sees what they call."""
+    """The meter, extended to DTensor: it lets DTensor's operators run first and sees the calls they make."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return NotImplemented if DTensor in types else super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class peak_of_both(peak_memory):
-    """The same for the peak of memory: a DTensor says the size of the whole tensor, of which it holds a part."""
+    """The same for peak memory, because a DTensor reports the size of the full tensor but stores a part."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return NotImplemented if DTensor in types else super().__torch_dispatch__(func, types, args, kwargs)
@@ -126,13 +126,13 @@ class peak_of_both(peak_memory):
 
 @contextmanager
 def kept_by_both(leave_out: Iterable[Tensor]) -> Iterator[dict[int, int]]:
-    """Address -> bytes of each storage that autograd keeps on this rank, behind a DTensor or not."""
+    """Address -> bytes of each storage that autograd saves on this rank, inside a DTensor or not."""
 
     def storage(tensor: Tensor) -> torch.UntypedStorage:
         return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
     left_out, kept = {storage(t).data_ptr() for t in leave_out}, {}
-    alive = []  # so that no address is used twice
+    alive = []  # so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
         if storage(tensor).data_ptr() not in left_out:
@@ -151,7 +151,7 @@ def must_be_same(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def options(about: str | None, figures: bool = False) -> argparse.Namespace:
-    """What the command line asks for. An option that does not exist is one line and exit code 2, before any rank."""
+    """The command line's options. An unknown one is one line and exit code 2, before any rank starts."""
     parser = OneLineParser(description=(about or "").partition("\n")[0], allow_abbrev=False)
     if figures:
         parser.add_argument("--figures", action="store_true", help="measure nothing; draw the figures from the results")

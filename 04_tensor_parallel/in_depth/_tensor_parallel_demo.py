@@ -1,4 +1,4 @@
-"""What the demos of this chapter share and nobody needs to read: counting, the table, the start of a process group."""
+"""Shared by this chapter's demos, not needed to read them: counters, a table, a process group's start."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # now: if first imported while a group exists, it would keep the group alive
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Wire(TorchDispatchMode):
-    """Counts this rank's collectives and the bytes they put on the wire, all of them in groups of `ranks`."""
+    """Counts this rank's collectives and the bytes they send, for groups of `ranks` ranks."""
 
     OPERATORS = {  # noqa: RUF012  operator of torch.distributed: (name, argument with the full tensor, ring's factor)
         "allreduce_": ("all-reduce", 0, 2),
@@ -47,7 +47,7 @@ class Wire(TorchDispatchMode):
 
 
 def kept_for_backward(forward: Callable[[], Tensor], leave_out: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """What `forward` returns, and the bytes autograd keeps from it: each storage once, those of `leave_out` not."""
+    """The result of `forward`, and the bytes that autograd saves: each storage once, without `leave_out`."""
     storages = {}
 
     def pack(saved: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def kept_for_backward(forward: Callable[[], Tensor], leave_out: Sequence[Tensor]
 
 
 class Report:
-    """A table of what was predicted and what was measured, printed by rank 0."""
+    """A table of predicted and measured values, printed by rank 0."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.wrong, self.rank = group, [], dist.get_rank(group)
@@ -79,7 +79,7 @@ class Report:
             print(f"  {what:50}{predicted!s:>14}{measured!s:>14}")
 
     def compare(self, got: Tensor, want: Tensor) -> None:
-        largest = want.abs().max().item() or 1.0  # words that do not occur have a gradient of zero
+        largest = want.abs().max().item() or 1.0  # tokens that do not occur have gradient zero
         self.errors.append((got - want).abs().max().item() / largest)
 
     def add_errors(self, what: str, tolerance: float = 1e-10) -> None:
@@ -102,7 +102,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoReturn:
-    """Start the process group, run the demo, say PASS or what is off."""
+    """Start the process group, run the demo, print PASS or what is wrong."""
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < gpus < local:
         OneLineParser().error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
@@ -112,7 +112,7 @@ def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoRe
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     rank, wrong = dist.get_rank(), demo(dist.group.WORLD, device)
-    gc.collect()  # what refers to the group in a cycle must not outlive it
+    gc.collect()  # reference cycles must not keep the group alive
     dist.destroy_process_group()
     if rank == 0:
         print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
@@ -120,6 +120,6 @@ def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoRe
 
 
 def tokens_of_text(rows: int, length: int, start: int = 0) -> Tensor:
-    """[rows, length] bytes of the standard library's own source."""
+    """[rows, length] bytes of the standard library's source."""
     data = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
     return data[start : start + rows * length].view(rows, length)

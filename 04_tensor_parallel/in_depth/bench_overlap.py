@@ -1,12 +1,12 @@
-"""Versions of a block that wait less against the one that waits: same weights and input, 4 ranks, one run.
+"""Overlapped versions of a block against the one without overlap: same weights and input, 4 ranks, one run.
 
-    python 04_tensor_parallel/in_depth/bench_overlap.py              4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 04_tensor_parallel/in_depth/bench_overlap.py              4 processes on CPU (Gloo), or 4 GPUs (NCCL)
     python 04_tensor_parallel/in_depth/bench_overlap.py --figures    draw the figures again from the results
 
-First output and gradients are compared; only then is anything timed. A step is forward and backward. On a CPU the
-ranks and their messages share the cores, so nothing can hide: a ratio near 1 says that the order costs nothing. What
-could hide elsewhere is read from the order in which torch was asked for products and messages, which is recorded; and
-the cost model is held against the seconds of this machine, with this machine's numbers in it.
+Output and gradients are compared before any timing. A step is forward and backward. On a CPU the ranks and
+their messages share the cores, so nothing can be hidden, and a ratio near 1 means that the schedule costs
+nothing. The recorded order of products and messages shows what could be hidden elsewhere. The cost model,
+with bandwidths and latencies measured on this machine, is compared with measured seconds.
 """
 
 import statistics
@@ -82,7 +82,7 @@ def compare(x: Tensor, tables: tuple[Tensor, Tensor]) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """What torch is asked for: ["product", -1, flops], ["start", message, bytes sent], ["wait", message, 0]."""
+    """The calls to torch: ["product", -1, flops], ["start", message, bytes sent], ["wait", message, 0]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
             sent = int(bytes_on_the_wire(called, payload, dist.get_world_size(how["group"])))
         self.events.append(["start", number, sent])
         works = real(*args, **how)
-        if works is None:  # it has waited
+        if works is None:  # the call was synchronous
             self.events.append(["wait", number, 0])
             return None
         return (
@@ -156,11 +156,11 @@ def orders(x: Tensor, tables: tuple[Tensor, Tensor]) -> None:
         write_result("04_overlap_order", f"Products and messages in order, {RANKS} ranks", columns, rows, note)
 
 
-# -------------------------------------------------------------------------------------- the cost model beside the clock
+# -------------------------------------------------------------------- the cost model against measured seconds
 
 
 def seconds(function: Callable[[], Any], times: int = 1, repeats: int = 7) -> float:
-    """The median over repeats, until all ranks are done: they share what there is of cores and links."""
+    """The median over repeats, until all ranks are done, because they share cores and links."""
     taken = []
     for repeat in range(repeats + 2):
         dist.barrier()
@@ -227,7 +227,7 @@ def worker(device: torch.device) -> None:
 
 
 def clock(events: list[list[Any]], per_flop: float, per_byte: float) -> tuple[list[tuple[str, float, float]], float]:
-    """(what, begin, length) of each bar, and where backward begins: products one after the other, messages likewise."""
+    """(what, begin, length) of each bar, and when backward begins. Products run one by one, messages too."""
     now, free, bars, arrives, middle = 0.0, 0.0, [], {}, 0.0
     for what, number, amount in events:
         if what == "product":

@@ -1,9 +1,9 @@
 """The block against torch's DTensor plan of the same block: same weights, same input, 4 ranks, one run.
 
-    python 04_tensor_parallel/in_depth/bench_parallel_block.py              4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 04_tensor_parallel/in_depth/bench_parallel_block.py    4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-First output and all gradients are compared; only then is anything timed. A step is forward, backward and the sum of
-gradients that are shares. Both sides use the same norm, attention and RoPE.
+Output and all gradients are compared before any timing. A step is forward, backward and the sum of partial
+gradients. Both sides use the same norm, attention and RoPE.
 """
 
 import sys
@@ -42,7 +42,7 @@ VERSIONS = {"simple": column_simple, "gather-again": column_gather_again, "overl
 
 
 def sum_of_torchs_norms(model: Block) -> None:
-    """What sync_replicated_gradients is to ours: torch's gradients of norm weights are partial sums as well."""
+    """Like our sync_replicated_gradients, because torch's gradients of norm weights are partial as well."""
     for norm in (model.input_layernorm, model.post_attention_layernorm):
         whole(norm.weight.grad)
 

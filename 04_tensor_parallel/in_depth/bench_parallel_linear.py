@@ -1,8 +1,8 @@
 """The MLP against torch's DTensor plan of the same MLP: same weights, same input, 4 ranks, one run.
 
-    python 04_tensor_parallel/in_depth/bench_parallel_linear.py              4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 04_tensor_parallel/in_depth/bench_parallel_linear.py    4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-First output and gradients are compared; only then is anything timed. A step is forward and backward.
+Output and gradients are compared before any timing. A step is forward and backward.
 """
 
 import sys

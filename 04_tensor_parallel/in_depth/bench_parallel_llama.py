@@ -1,9 +1,9 @@
 """The vocabulary-parallel loss against torch's loss_parallel, and against gathered logits: 4 ranks, one run.
 
-    python 04_tensor_parallel/in_depth/bench_parallel_llama.py              4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 04_tensor_parallel/in_depth/bench_parallel_llama.py    4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-First losses and gradients of the logits are compared; only then is anything timed. A step is loss and backward.
-Then, by the formulas that the tests hold against what is measured: Llama 3 70B on 1 to 64 ranks.
+Losses and gradients of the logits are compared before any timing. A step is loss and backward.
+Then Llama 3 70B on 1 to 64 ranks, by formulas that the tests compare with measurements.
 """
 
 import sys
@@ -30,7 +30,7 @@ SEQUENCE = 8192  # tokens of the one sequence that LLAMA_70B trains on
 
 
 def degrees() -> list[list[int | str]]:
-    """Bytes of Llama 3 70B on a rank of t, in GB."""
+    """Memory of Llama 3 70B on one of t ranks, in GB."""
     rows: list[list[int | str]] = []
     for t in (1, 2, 4, 8, 16, 32, 64):
         weights = weights_per_rank(LLAMA_70B, t)
@@ -41,7 +41,7 @@ def degrees() -> list[list[int | str]]:
 
 
 def gathered(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
-    """What the chapter avoids: all logits on every rank, and a gradient of which a rank uses its own words."""
+    """What the chapter avoids: all logits on every rank, and a gradient of which a rank uses its part."""
     pieces = [torch.empty_like(logits) for _ in range(RANKS)]
     dist.all_gather(pieces, logits.detach())
     pieces[dist.get_rank()] = logits

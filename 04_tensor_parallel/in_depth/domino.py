@@ -1,41 +1,41 @@
-"""Tensor and sequence parallelism, the time, by halves: while one half of the batch travels, the other computes.
+"""Tensor and sequence parallelism in batch halves: one half computes while the other's sum is in flight.
 
-Problem. In forward a block waits for each sum, and has nothing else to do: what comes next needs it. Backward has the
-gradients of weights (overlap.py), forward has no second product.
+Problem. In forward a block waits for each sum, because the next operation needs it. Backward can compute the
+gradients of weights meanwhile (overlap.py), but forward has no second product.
 
-Idea. Two rows of a batch need nothing of each other. So cut the batch in two, and let the halves take turns: one half's
-products, then the other's, while the sum of the first is on its way (Domino: Wang et al. 2024, arXiv 2409.15241, row
-split). Backward takes the same turns from the end. Halves stay halves through all blocks, and meet at the last.
+Idea. The rows of a batch are independent. Split the batch in two and alternate: compute one half's products,
+then the other's while the sum of the first is in flight (Domino: Wang et al. 2024, arXiv 2409.15241, row
+split). Backward reverses the schedule. The halves are joined only after the last block.
 
     sublayer             attention 0            MLP 0                  attention 1
     whole batch   |products|sum ......|products|sum ......|products|sum ......|    sum: all-reduce, each rank waits
 
     computes      |A0: half 0|A0: half 1|M0: half 0|M0: half 1|A1: half 0|A1: half 1|
-    travels                  |A0: half 0|A0: half 1|M0: half 0|M0: half 1|A1: half 0|A1: half 1|   waits only here
+    in flight                |A0: half 0|A0: half 1|M0: half 0|M0: half 1|A1: half 0|A1: half 1|  waits once
 
-With sequence parallel a half travels twice between two turns: its sum comes in shares (reduce-scatter), is added and
-normalised, and leaves to be gathered. So a turn has two parts, the products into heads or columns, and those out of
-them, and a message runs behind each:
+With sequence parallel each half sends two messages between its turns: the reduce-scatter of its sum, then,
+after the residual add and the norm, the all-gather of the result. So a turn has two parts, the products into
+heads or columns and the products out of them, and each part overlaps one message:
 
     computes      | into: half 0       | out: half 0       | into: half 1         | out: half 1          |
-    travels       | sum of half 1      | gather half 1     | sum of half 0        | gather half 0        |
+    in flight     | sum of half 1      | gather half 1     | sum of half 0        | gather half 0        |
 
-Backward of a gather is a reduce-scatter of sums, and the reverse: it is the same schedule, with the pieces reversed.
-Autograd has an order of its own, so each piece has a graph of its own, and is called when its turn comes.
+A gather's backward is a reduce-scatter, and vice versa, so backward is the same schedule with reversed
+pieces. Autograd would choose its own order, so each piece has its own graph and the schedule calls it.
 
 Formulas, for L blocks, n = B S H e bytes:
     sent              L 8 (t-1)/t n, as without halves, but in twice as many messages of half the size
     not hidden        1 of 4 L sums each way, the last; with sequence parallel also 1 of 4 L gathers, the first
-    kept              as `column_simple` (parallel_block.kept_bytes, gather_again=False), in bf16 also the norms' inputs
-    products          twice as many of half the rows each: every weight is read twice, and small products are less
-                      efficient than large ones
+    saved             as `column_simple` (parallel_block.kept_bytes, gather_again=False); bf16: + norm inputs
+    products          twice as many with half the rows each: every weight is read twice, and small products
+                      are less efficient than large ones
 
 Run it:
     python domino.py                                                    one rank, CPU or GPU
-    torchrun --nproc_per_node 4 domino.py --rows 3                      halves of 2 and 1; gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 domino.py --rows 3                      halves of 2 and 1; Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 domino.py --layers 4
-Each runs with and without sequence parallel, beside the same blocks with whole batches. The last line is PASS, or it
-exits with 1 and says which number is off.
+Each runs with and without sequence parallel, next to the same blocks on the full batch. The last line is
+PASS, or it exits with 1 and says which number is off.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ from torch.autograd.graph import get_gradient_edge
 
 # Legend of shapes: B batch (of one half, inside the schedule), S sequence, H hidden, t ranks of the tensor group. S/t
 # is S sharded over that group. A sublayer is a norm and attention, or a norm and an MLP: two to a block.
-Log = Callable[[str], object]  # is told what happens, in order: "into 1" is the first part of a turn of half 1
+Log = Callable[[str], object]  # receives the events in order: "into 1" is the first part of a turn of half 1
 
 
-# --------------------------------------------------------------------------------------------------- what travels
+# ----------------------------------------------------------------------------------------- messages in flight
 
 
 @dataclass
 class UnderWay:
-    """A message that has been started. Whoever needs it waits, once; then nothing of it is held here."""
+    """A pending message. Its user calls `wait` once; afterwards no tensor is referenced here."""
 
     works: list[dist.Work]
     arrived: Callable[[], Tensor] | None
@@ -93,8 +93,8 @@ class UnderWay:
 
 
 def start_sum(share: Tensor, tp: TensorParallel) -> UnderWay:
-    """f* or g*, and in backward f or g: this rank's share of [B, S, H] -> the sum [B, S, H], or [B, S/t, H] of it.
-    `share` is the caller's to give away: the sum is written into it."""
+    """f* or g*, and in backward f or g: this rank's partial [B, S, H] -> the sum [B, S, H], or its [B, S/t,
+    H]. The sum may overwrite `share`, so the caller must not use it again."""
     # --- exercise 4.34: start the sum of the shares, and say how one gets it ---
     if not tp.sequence_parallel:
         total = share.contiguous()
@@ -102,12 +102,12 @@ def start_sum(share: Tensor, tp: TensorParallel) -> UnderWay:
     pieces = share.unflatten(1, (tp.size, -1)).movedim(1, 0).contiguous()  # [B, S, H] -> [t, B, S/t, H]
     mine = torch.empty_like(pieces[0])
     work = reduce_scatter_single(mine, pieces.flatten(0, 1), group=tp.group, async_op=True)
-    return UnderWay([work], lambda: (pieces, mine)[1])  # `pieces` must live as long as they are being sent
+    return UnderWay([work], lambda: (pieces, mine)[1])  # keeps `pieces` alive while they are sent
     # --- end exercise ---
 
 
 def start_gather(x: Tensor, tp: TensorParallel) -> UnderWay:
-    """Nothing, or with sequence parallel g, and in backward g*: [B, S/t, H] -> [B, S, H]."""
+    """With sequence parallel g, and in backward g*: [B, S/t, H] -> [B, S, H]. Without it, the identity."""
     if not tp.sequence_parallel:
         return UnderWay([], lambda: x)
     x, pieces = x.contiguous(), x.new_empty(tp.size, *x.shape)
@@ -123,24 +123,24 @@ Arrive = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 @dataclass
 class Turn:
-    """What one half does in one sublayer, in forward or in backward."""
+    """The work of one half in one sublayer, in forward or in backward."""
 
-    arrive: Arrive  # (stream, sum that has come) -> (stream, what is to be gathered)
-    first: Callable[[Tensor], Tensor]  # of what has been gathered
-    second: Callable[[Tensor], Tensor]  # -> a share of a sum
+    arrive: Arrive  # (stream, received sum) -> (stream, input of the gather)
+    first: Callable[[Tensor], Tensor]  # of the gathered tensor
+    second: Callable[[Tensor], Tensor]  # -> a partial sum
     names: tuple[str, str]
 
 
 def take_turns(
     halves: Sequence[Sequence[Turn]], streams: list[Tensor], order: Sequence[int], tp: TensorParallel, log: Log
 ) -> list[Tensor]:
-    """Let both halves go through their turns, in `order` within each sublayer. `streams` are the residual streams (in
-    backward their gradients). Returns, for each half, the sum of its last turn, which belongs to no turn any more."""
+    """Run the turns of both halves, in `order` within each sublayer. `streams` are the residual streams (in
+    backward their gradients). Returns, for each half, the sum of its last turn, not yet added."""
     sums: list[UnderWay | None] = [None, None]
     wholes: list[UnderWay | None] = [None, None]
 
     def arrive(turn: Turn, half: int) -> None:
-        """Wait for the half's last sum, if there was one; start to gather what its turn begins with."""
+        """Wait for the half's last sum, if there was one, and start to gather the input of its turn."""
         total = came(sums[half], "sum", half)
         streams[half], ready = turn.arrive(streams[half], total)
         wholes[half] = left(start_gather(ready, tp), "gather", half)
@@ -162,19 +162,19 @@ def take_turns(
         whole = came(wholes[half], "gather", half)
         log(f"{turn.names[0]} {half}")
         inner = turn.first(whole)
-        del whole  # in backward nobody else needs it
-        if following and tp.sequence_parallel:  # the other half's sum came behind `first`; it gathers behind `second`
+        del whole  # in backward this was the last reference
+        if following and tp.sequence_parallel:  # `first` overlapped the other half's sum; `second` its gather
             arrive(*following)
         log(f"{turn.names[1]} {half}")
         sums[half] = left(start_sum(turn.second(inner), tp), "sum", half)
-        if following and not tp.sequence_parallel:  # the other half's sum had both parts of this turn to come
+        if following and not tp.sequence_parallel:  # both parts of this turn overlapped the other half's sum
             arrive(*following)
     # --- end exercise ---
     return [came(sums[half], "sum", half) for half in (0, 1)]
 
 
 class Piece:
-    """A part of a sublayer, with a graph of its own: its backward comes when its turn does."""
+    """A part of a sublayer with its own graph, so that the schedule decides when its backward runs."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], weights: Sequence[Tensor], keep: bool):
         self.function, self.keep = function, keep
@@ -185,7 +185,7 @@ class Piece:
             x = x.detach().requires_grad_(self.keep)
             y = self.function(x)
         self.dtype = y.dtype
-        if self.keep:  # edges, not tensors: y itself need not live until backward
+        if self.keep:  # edges, not tensors, so that y can be freed before backward
             self.begin, self.end = get_gradient_edge(x), get_gradient_edge(y)
         return y.detach()
 
@@ -201,8 +201,8 @@ class Piece:
 
 @contextmanager
 def stand_ins(blocks: Sequence[nn.Module], keep: bool) -> Iterator[list[Tensor]]:
-    """In place of each parameter a tensor with the same memory, of which nobody knows. The pieces' graphs end there,
-    and hooks on a parameter run once, when the sum of both halves comes to it, and not in every piece as well."""
+    """Replace each parameter by a private tensor with the same memory, at which the pieces' graphs end. Hooks
+    on the parameter then run once, with the sum over both halves, instead of in every piece."""
     slots = [(m._parameters, name) for b in blocks for m in b.modules() for name in m._parameters]
     held = [place[name] for place, name in slots]
     others = {p: p.detach().requires_grad_(keep and p.requires_grad) for b in blocks for p in b.parameters()}
@@ -234,7 +234,7 @@ class InHalves(torch.autograd.Function):
 
 
 class Run:
-    """One forward, and the backward that belongs to it."""
+    """One forward pass and its backward pass."""
 
     def __init__(self, blocks: Sequence[HalvedBlock], cos: Tensor, sin: Tensor, log: Log, keep: bool):
         self.blocks, self.cos, self.sin, self.log, self.keep = blocks, cos, sin, log, keep
@@ -261,9 +261,9 @@ class Run:
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        streams = list(x.chunk(2))  # [B, S, H] -> [B/2, S, H] each; an odd row is the first half's
+        streams = list(x.chunk(2))  # [B, S, H] -> [B/2, S, H] each; an odd row goes to the first half
         rows = [len(stream) for stream in streams]
-        by_row = self.cos.dim() == 3  # positions of each row: tables [B, S, D/2]
+        by_row = self.cos.dim() == 3  # each row has its own positions: tables [B, S, D/2]
         tables = [y.split(rows) if by_row else (y, y) for y in (self.cos, self.sin)]
 
         def arrive(norm: Piece, x: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -280,16 +280,16 @@ class Run:
         return torch.cat([x + total for x, total in zip(streams, totals, strict=True)])
 
     def backward(self, dz: Tensor) -> tuple[Tensor, dict[Tensor, Tensor]]:
-        """From the end: the piece out of the heads or columns, the piece into them, and then the norm before it."""
+        """In reverse: the piece out of the heads or columns, the piece into them, then the norm before it."""
         streams, gradients = list(dz.chunk(2)), {}
 
         def arrive(norm: Piece | None, out: Piece, dx: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
             dx = dx if total is None else dx + norm.backward(total, gradients)
-            return dx, dx.to(out.dtype)  # of a share in bf16, the gradient is sent in bf16
+            return dx, dx.to(out.dtype)  # if the partial sums were bf16, the gradient is sent in bf16
 
         turns = []
         for half in self.pieces:
-            behind = [norm for norm, _, _ in half[1:]] + [None]  # the norm whose sum of gradients comes before the turn
+            behind = [norm for norm, _, _ in half[1:]] + [None]  # norms whose gradient sum a turn receives
             turns.append(
                 [
                     Turn(
@@ -308,14 +308,14 @@ class Run:
 
 
 def norm_and_cast(norm: nn.Module, x: Tensor) -> Tensor:
-    return under_autocast(norm(x))[0]  # cast first, and half the bytes are gathered, and summed in backward
+    return under_autocast(norm(x))[0]  # cast first: half the bytes to gather, and to sum in backward
 
 
 # ------------------------------------------------------------------------------------------------------ the blocks
 
 
 class Here(torch.autograd.Function):
-    """Column-parallel products that send nothing: all tokens are here."""
+    """Column-parallel products that send nothing, because all tokens are already gathered."""
 
     @staticmethod
     def forward(ctx, x: Tensor, *weights: Tensor) -> Columns:
@@ -329,20 +329,20 @@ class Here(torch.autograd.Function):
 
 
 def column_here(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable) -> Columns:
-    """x [B, S, H] -> [B, S, out/t] for each weight. `take_turns` has brought x."""
+    """x [B, S, H] -> [B, S, out/t] for each weight. `take_turns` has gathered x."""
     x, *weights = under_autocast(x, *weights)
     return Here.apply(x, *weights) if linear is F.linear else tuple(linear(x, weight) for weight in weights)
 
 
 def row_here(x: Tensor, weight: Tensor, tp: TensorParallel, linear: Callable) -> Tensor:
-    """[B, S, in/t] -> this rank's share of [B, S, out]. `take_turns` sums it."""
+    """[B, S, in/t] -> this rank's partial [B, S, out]. `take_turns` sums it."""
     return linear(x, weight)
 
 
 class HalvedBlock(ParallelBlock):
-    """A ParallelBlock (same parameters, same names) that runs in halves; several of them by `in_halves`.
+    """A ParallelBlock (same parameters, same names) that runs in halves; `in_halves` runs several of them.
 
-    Without dropout. The MLP is this chapter's: the schedule has to know where a sublayer can be interrupted.
+    Without dropout, and with this chapter's MLP, because the schedule has to split it into two parts.
     """
 
     def __init__(self, config: Config, group: dist.ProcessGroup, sequence_parallel: bool, parts: Parts):
@@ -353,11 +353,11 @@ class HalvedBlock(ParallelBlock):
 
 
 def in_halves(x: Tensor, blocks: Sequence[HalvedBlock], cos: Tensor, sin: Tensor, log: Log | None = None) -> Tensor:
-    """[B, S, H] or [B, S/t, H] through all blocks, the halves of the rows in turns. B is 2 or more, alike on all ranks.
+    """[B, S, H] or [B, S/t, H] through all blocks, in alternating halves of the rows. All ranks have B >= 2.
 
-    ValueError if B is 1, or if somebody waits at a block as a whole, whose beginning and end fall into different turns.
-    torch.utils.checkpoint around it is exact, but runs all of it again for every piece of backward: each is a backward
-    of its own. Around parts.attention, which is in one piece, it runs that again once.
+    ValueError if B is 1, or if a block has hooks, because its beginning and end fall into different turns.
+    torch.utils.checkpoint around it is exact, but recomputes everything for every piece, since each piece has
+    its own backward. Around parts.attention, which is within one piece, it recomputes only once.
     """
     for i, block in enumerate(blocks):
         if has_hooks(block):
@@ -385,7 +385,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def hidden(events: Sequence[str]) -> tuple[int, int]:
-    """(messages that have a product between their start and their wait, all messages)."""
+    """(messages with a product between their start and their wait, all messages)."""
     found = []
     for i, event in enumerate(events):
         if event.startswith("start"):
@@ -395,7 +395,7 @@ def hidden(events: Sequence[str]) -> tuple[int, int]:
 
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """The same blocks in halves and with whole batches."""
+    """The same blocks in halves and on the full batch."""
     B, S, L, t = args.rows, args.sequence, args.layers, dist.get_world_size(group)
     report = Report(group)
     table = initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
@@ -439,7 +439,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=48)
     parser.add_argument("--layers", type=int, default=2)
     args = parser.parse_args()
-    # With one position softmax is 1, and the gradients of q and k are zero: nothing to compare by.
+    # With one position softmax is 1 and the gradients of q and k are zero, so there is nothing to compare.
     for option, least in (("rows", 2), ("sequence", 2), ("layers", 1)):
         if not least <= getattr(args, option) <= 256:
             parser.error(f"--{option} {getattr(args, option)} is not in {least} .. 256")

@@ -1,35 +1,35 @@
-"""Tensor and sequence parallelism, the time: some of the waiting hides behind matrix products.
+"""Tensor and sequence parallelism overlapped: some communication is hidden behind matrix products.
 
-Problem. Data parallelism sends gradients that nobody needs until the step ends. Here the very next operation needs
-what is sent: a norm cannot start before f* has arrived. So each block waits four times, on every rank.
+Problem. Data parallelism sends gradients that are not used before the step ends. Here the next operation uses
+the result: a norm cannot start before f* is done. So each block waits four times, on every rank.
 
-Idea 1: backward has two products, dx = dy W and dW = dyᵀ x, and only dx is sent. Send it first, then compute dW. With
-sequence parallel there is a second pair: x must be gathered again for dW, and not for dx.
+Idea 1: backward has two products, dx = dy W and dW = dyᵀ x, and only dx is sent. Send it first, then compute
+dW. Sequence parallel gives a second overlap: x must be gathered again for dW, but not for dx.
 
     simple       | dx | all-reduce dx ... | dW |        | gather x | dx | dW | reduce-scatter dx |
     overlapped   | dx | dW ............. |              | dx ..... | dW .............. |
                       | all-reduce dx .. |              | gather x | reduce-scatter dx |
 
-Idea 2: cut the collective into the t - 1 steps of a ring, and the product into t chunks of S/t tokens. Products of a
-gathered x start with the chunk that is there; sums of products pass on one chunk while they compute the next (Wang et
-al. 2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023, pages 93-106).
+Idea 2: split the collective into the t - 1 steps of a ring, and the product into t chunks of S/t tokens. A
+product of a gathered x starts with the local chunk; a sum sends one chunk and computes the next (Wang et al.
+2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023, pages 93-106).
 
     all-gather, then product: rank 1 of 4      | x1 W | x0 W | x3 W | x2 W |       computes
                                                | x0   | x3   | x2   |              receives from rank 0, meanwhile
-    product, then reduce-scatter: rank 1 of 4  | y0 W | y3 W | y2 W | y1 W |       adds what arrived, sends it to rank 2
-                                                      | c0   | c3   | c2   |       and keeps the sum of chunk 1
+    product, then reduce-scatter: rank 1 of 4  | y0 W | y3 W | y2 W | y1 W |       adds the received sum and
+                                                      | c0   | c3   | c2   |       sends it on; c1 is its own
 
-domino.py goes on from here: it cuts the batch, and hides one half's messages behind the other's products.
+domino.py continues: it splits the batch and hides one half's messages behind the other's products.
 
-Formulas, n = B S H e bytes. The ring sends what the collective sent: t - 1 chunks of n/t bytes.
+Formulas, n = B S H e bytes. The ring sends as much as the collective: t - 1 chunks of n/t bytes.
     time of an all-reduce by a ring      2(t-1) (α + n/t β), β of its slowest link      Thakur et al. 2005
 
 Run it:
     python overlap.py                                                           one rank, CPU or GPU
-    torchrun --nproc_per_node 4 overlap.py                                      gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 overlap.py                                      Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 overlap.py --nic-gbs 100 --latency-us 5         another cluster
-The demo compares all versions, shows the order of events, and prints what a block of Llama 3 70B would take on 1 to 32
-GPUs of a cluster: why tensor parallelism stays in a node. The last line is PASS, or it exits with 1 and a reason.
+The demo compares all versions, shows the order of events, and prints the time of a Llama 3 70B block on 1 to
+32 GPUs: why tensor parallelism stays in a node. The last line is PASS, or it exits with 1 and a reason.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from parallel_linear import (
 from torch import Tensor
 
 # Legend of shapes: B batch, S sequence, H hidden, t ranks of the tensor group. S/t is S sharded over that group.
-Log = Callable[[str], object]  # is told what happens, in order
+Log = Callable[[str], object]  # receives the events in order
 
 
 def silent(event: str) -> None:
@@ -84,7 +84,7 @@ def only_plain(linear: Callable, version: str) -> None:
 
 
 class Overlapped(torch.autograd.Function):
-    """Column-parallel products of one x. Backward sends the gradient of x while it computes those of the weights."""
+    """Column-parallel products of one x. Backward sends dx while it computes the weights' gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, tp: TensorParallel, log: Log, *weights: Tensor) -> Columns:
@@ -106,7 +106,7 @@ class Overlapped(torch.autograd.Function):
             log("product dW")
             return weight_gradients(grads, whole)  # [out/t, B S] @ [B S, H] each
 
-        # --- exercise 4.31: what is sent must be under way while something else is computed ---
+        # --- exercise 4.31: what is sent must be in flight while something else is computed ---
         if not tp.sequence_parallel:
             dx = dx_of_this_rank()
             log("start all-reduce")
@@ -135,7 +135,7 @@ class Overlapped(torch.autograd.Function):
 def column_overlapped(
     x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable, log: Log = silent
 ) -> Columns:
-    """Version 3, for `TensorParallel(column=...)`: version 2 with communication beside the products of backward."""
+    """Version 3, for `TensorParallel(column=...)`: version 2 with communication overlapped in backward."""
     only_plain(linear, "column_overlapped")
     x, *weights = under_autocast(x, *weights)
     return Overlapped.apply(x, tp, log, *weights)
@@ -145,7 +145,7 @@ def column_overlapped(
 
 
 def exchange(outgoing: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-    """Start to send to the next rank and to receive as much from the one before; together, so no rank waits first."""
+    """Start to send to the next rank and receive from the previous one, in one batch to avoid deadlock."""
     me, ranks, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(outgoing)
     send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % ranks)
     receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=(me - 1) % ranks)
@@ -153,7 +153,7 @@ def exchange(outgoing: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[d
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup, log: Log = silent) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, its x) for every rank, this one first; the next x travels while the caller works on what it got."""
+    """Yield (rank, its x) for every rank, this one first; the next is in flight while the caller uses one."""
     me, ranks, x = dist.get_rank(group), dist.get_world_size(group), x.contiguous()
     # --- exercise 4.32: an all-gather in t - 1 steps, one chunk ahead of the products ---
     for step in range(ranks):
@@ -171,13 +171,13 @@ def gathered(x: Tensor, group: dist.ProcessGroup, log: Log = silent) -> Iterator
 
 
 def scattered(product: Callable[[int], Tensor], group: dist.ProcessGroup, log: Log = silent) -> Tensor:
-    """The sum over ranks of product(this rank), where product(c) is a rank's share of what rank c shall have.
+    """The sum over ranks of product(this rank), where product(c) is a rank's partial sum of rank c's chunk.
 
-    The sum of chunk c starts behind rank c and ends there: each rank adds its share and passes it on.
+    The sum of chunk c starts at rank c + 1 and ends at rank c: each rank adds its part and sends it on.
     """
     me, ranks = dist.get_rank(group), dist.get_world_size(group)
-    incoming, works = torch.empty(0), []  # the sum that is on its way to this rank
-    # --- exercise 4.33: a reduce-scatter in t - 1 steps; the next product is computed while the last sum travels ---
+    incoming, works = torch.empty(0), []  # the sum in flight to this rank
+    # --- exercise 4.33: a reduce-scatter in t - 1 steps; the next product overlaps the sum in flight ---
     for step in range(ranks):
         share = product((me - 1 - step) % ranks)
         if step > 0:
@@ -262,7 +262,7 @@ class RingRow(torch.autograd.Function):
 def column_ring(
     x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable, log: Log = silent
 ) -> Columns:
-    """Version 4, with sequence parallel only (without it, x is there already): all-gather -> product."""
+    """Version 4, with sequence parallel only (without it there is no gather): all-gather -> product."""
     only_plain(linear, "column_ring")
     if not tp.sequence_parallel:
         raise ValueError("column_ring gathers a sharded sequence; use sequence_parallel=True or column_overlapped")
@@ -288,12 +288,12 @@ VERSIONS: dict[str, tuple[Callable[..., Columns], Callable[..., Tensor]]] = {
     "ring": (column_ring, row_ring),
 }
 
-# ------------------------------------------------------------------------------------------- why it stays in a node
+# --------------------------------------------------------------------- why tensor parallelism stays in a node
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Bandwidths in bytes/s each way, per GPU; `flops` are those that products reach, not the data sheet's."""
+    """Bandwidths in bytes/s each way, per GPU; `flops` as products reach them, not as on the data sheet."""
 
     gpus_per_node: int
     inside: float
@@ -307,13 +307,13 @@ def block_time(
 ) -> tuple[float, float]:
     """Seconds of products and of communication of one block, forward and backward, on t ranks, not overlapped.
 
-    e: bytes of a number, 2 in bf16. `rings`: "one", whose slowest link all bytes must cross, or "many", one through
-    each NIC of a node.
+    e: bytes of an element, 2 in bf16. `rings`: "one", in which all bytes cross the slowest link, or "many",
+    one ring through each NIC of a node.
     """
     H, kv = config.hidden, config.kv_heads * config.hidden // config.heads
     products = 2 * tokens * (2 * H * H + 2 * H * kv + 3 * H * config.intermediate)  # a product is 2 flops per weight
     attention = 2 * tokens * sequence * H  # q kᵀ and weights v, half of them masked
-    compute = 3 * (products + attention) / t / cluster.flops  # backward is two products for one of forward
+    compute = 3 * (products + attention) / t / cluster.flops  # backward has two products for each of forward
     across = cluster.nic * (cluster.gpus_per_node if rings == "many" else 1)
     bandwidth = cluster.inside if t <= cluster.gpus_per_node else min(cluster.inside, across)
     n = tokens * H * e
@@ -339,7 +339,7 @@ def print_cost_table(cluster: Cluster, tokens: int) -> None:
 
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every version of a block beside the simple one."""
+    """Every version of a block next to the simple one."""
     B, S, t = 2, args.sequence, dist.get_world_size(group)
     report = Report(group)
     table = initial_weight("embed.weight", (256, config.hidden), 1, seed=0)

@@ -1,36 +1,36 @@
-"""Tensor and sequence parallelism, one transformer block: heads, norms, dropout, and what autograd keeps.
+"""Tensor and sequence parallelism, one transformer block: heads, norms, dropout, and what autograd saves.
 
-Problem. With tensor parallelism alone, what lies outside the matrix products is whole on every rank: all t ranks
-normalise the same tokens, and keep the same bytes for backward. And attention has heads, between which alone its
-matrices may be cut, and few key/value heads: there may be fewer of them than ranks.
+Problem. With tensor parallelism alone, everything outside the matrix products is replicated: all t ranks
+normalise the same tokens and save the same bytes for backward. And the matrices of attention can be split
+only between heads, but there may be fewer key/value heads than ranks.
 
-Idea. Outside the products nothing mixes tokens, so there each rank may take S/t of them: the all-reduce splits into a
-reduce-scatter before and an all-gather behind, and costs the same (2205.05198, section 4.2.2). Inside, heads are the
-columns to cut by: attention mixes tokens but no heads.
+Idea. Outside the products no operation mixes tokens, so each rank can take S/t of them. The all-reduce
+becomes a reduce-scatter and a later all-gather, at the same cost (2205.05198, section 4.2.2). Inside, split
+by heads, because attention mixes tokens but no heads.
 
-    whole, or S/t                 N/t heads                     whole, or S/t              F/t columns
+    all S, or S/t                 N/t heads                     all S, or S/t              F/t columns
     x -> norm -> f or g -> q, k, v, attention, o -> f* or g* -> drop, +, norm -> f or g -> MLP -> f* or g* -> drop, +
 
-    who holds what, 4 ranks                  rank 0      rank 1      rank 2      rank 3
+    stored on 4 ranks                        rank 0      rank 1      rank 2      rank 3
     query heads, N = 8                       0, 1        2, 3        4, 5        6, 7
     key/value heads, N_kv = 4                0           1           2           3
-    key/value heads, N_kv = 2                0           0           1           1        a copy for every rank that
-    tokens of x, S = 8, sequence parallel    0, 1        2, 3        4, 5        6, 7     needs it: gradients are summed
+    key/value heads, N_kv = 2                0           0           1           1        copies, gradients
+    tokens of x, S = 8, sequence parallel    0, 1        2, 3        4, 5        6, 7     are summed
 
-Gradients that are shares. Two ranks with the same key/value head use it for different query heads; with sequence
-parallel, ranks with the same norm weight see different tokens. `sync_replicated_gradients` adds up their shares.
+Partial gradients. Two ranks with the same key/value head use it for different query heads; with sequence
+parallel, ranks with the same norm weight see different tokens. `sync_replicated_gradients` sums them.
 
-Formulas for a block: n = B S H elements of e bytes; h = 1/t with sequence parallel, 1 without. What is kept is counted
-as in 2205.05198, section 4.1, but for RMSNorm, SwiGLU, grouped heads and fused attention.
-    sent                        8 (t-1)/t n e  as 4 all-reduces, or as 4 all-gathers and 4 reduce-scatters, and then
-                                2 (t-1)/t n e  in 2 more all-gathers, of what sequence parallel did not keep
-    kept outside the products   (6 n + 2 B S) e h                     see `kept_bytes`; + 2 n h with dropout
-    kept inside                 (2 n + 2 B S D N_kv + 4 B S F + B S N) e / t     or 1 of N_kv heads, if t > N_kv
+Formulas for a block: n = B S H elements of e bytes; h = 1/t with sequence parallel, 1 without. Saved bytes
+are counted as in 2205.05198, section 4.1, but for RMSNorm, SwiGLU, grouped heads and fused attention.
+    sent                        8 (t-1)/t n e  as 4 all-reduces, or as 4 all-gathers and 4 reduce-scatters;
+                                2 (t-1)/t n e  in 2 more all-gathers, of what sequence parallel did not save
+    saved outside the products  (6 n + 2 B S) e h                     see `kept_bytes`; + 2 n h with dropout
+    saved inside                (2 n + 2 B S D N_kv + 4 B S F + B S N) e / t    or 1 of N_kv heads if t > N_kv
 
 Run it:
     python parallel_block.py                                                     one rank, CPU or GPU
     torchrun --nproc_per_node 4 parallel_block.py --kv-heads 2                   more ranks than key/value heads
-    torchrun --nproc_per_node 2 parallel_block.py --dropout 0.1                  gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 parallel_block.py --dropout 0.1                  Gloo on CPU, NCCL on GPU
 Each runs with and without sequence parallel. The last line is PASS, or it exits with 1 and says which number is off.
 """
 
@@ -65,12 +65,12 @@ from torch import Tensor, nn
 # Legend of shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, G = N / N_kv, D head dim,
 # F intermediate size, t ranks of the tensor group. S/t is S sharded over that group.
 
-# ------------------------------------------------------------------------------------ what is the same on one device
+# ----------------------------------------------------------------------------- the same as on a single device
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a Llama. Anything with these attributes will do where a `config` is asked for."""
+    """Sizes of a Llama. Any object with these attributes can be used as a `config`."""
 
     vocab_size: int = 256
     hidden: int = 64
@@ -81,11 +81,11 @@ class Config:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied: bool = False
-    # What follows may be missing in other configs.
-    qkv_bias: bool = False  # as Qwen2 has them
-    qk_norm: bool = False  # as Qwen3 has them, over each head of q and of k
-    own_head_dim: int = 0  # where it is not hidden / heads; 0: where it is
-    rope_scaling: tuple[float, float, float, int] | None = None  # as Llama 3.1 has it
+    # Other configs may lack the following.
+    qkv_bias: bool = False  # as in Qwen2
+    qk_norm: bool = False  # as in Qwen3, over each head of q and of k
+    own_head_dim: int = 0  # the head dimension if it is not hidden / heads, otherwise 0
+    rope_scaling: tuple[float, float, float, int] | None = None  # as in Llama 3.1
     lora_rank: int = 0  # of adapters
     lora_scale: float = 1.0
 
@@ -106,8 +106,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rope_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: Sequence[float] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's rotation angles, [S, D/2], in fp32 whatever the model's dtype. `scaling`: Llama
-    3.1's (factor, low, high, length), which chapter 01 explains."""
+    """cos and sin of each position's rotation angles, [S, D/2], in fp32 for every dtype of the model.
+    `scaling` is Llama 3.1's (factor, low, high, length), which chapter 01 explains."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     speed = 1.0 / theta**exponent
     if scaling is not None:
@@ -121,7 +121,7 @@ def rope_tables(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[..., None, :], sin[..., None, :]  # every head turns alike
+    cos, sin = cos[..., None, :], sin[..., None, :]  # the same rotation for every head
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -135,7 +135,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Parts:
-    """The functions that other chapters replace, and that know nothing of ranks."""
+    """The functions that other chapters replace. None of them depends on ranks."""
 
     attention: Callable[..., Tensor] = attention  # (q, k, v, *, causal)
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # (x, weight [out, in])
@@ -146,11 +146,11 @@ class Parts:
 
 # ---------------------------------------------------------------------------------------------------------- dropout
 
-# Whole activations need the same mask on every rank, or the copies of the residual stream drift apart. Sharded ones
-# need another mask on each, or the same positions of every shard are dropped together (1909.08053, appendix).
-# Both come from PyTorch's default CPU stream, which every rank of a tensor group must seed alike (and other replicas
-# otherwise): each call draws a key from it, and a mask from (key, stream). torch.utils.checkpoint restores the default
-# stream, so a recomputation gets the same keys, and the same masks.
+# Replicated activations need the same mask on every rank, or the copies of the residual stream diverge.
+# Sharded ones need a different mask on each, or every shard drops the same positions (1909.08053, appendix).
+# Each call draws a key from PyTorch's default CPU generator, and a mask from (key, stream). All ranks of a
+# tensor group must seed that generator alike, and other replicas differently. torch.utils.checkpoint restores
+# it, so a recomputation gets the same keys and masks.
 
 
 def new_key() -> int:
@@ -160,11 +160,11 @@ def new_key() -> int:
 def drop_with(x: Tensor, p: float, key: int, stream: int) -> Tensor:
     generator = torch.Generator(x.device).manual_seed(key + stream)
     dropped = torch.rand(x.shape, generator=generator, device=x.device) < p
-    return x.masked_fill(dropped, 0.0) / (1 - p)  # autograd keeps the mask: a byte per element
+    return x.masked_fill(dropped, 0.0) / (1 - p)  # autograd saves the mask, one byte per element
 
 
 def dropout(x: Tensor, p: float, tp: TensorParallel, sharded: bool) -> Tensor:
-    """Zero a share p of x and scale the rest. `sharded`: the ranks hold different parts of one activation."""
+    """Zero a fraction p of x and scale the rest. `sharded`: ranks have different parts of one activation."""
     # --- exercise 4.25: one mask for all, or one for each rank ---
     return drop_with(x, p, new_key(), stream=1 + tp.rank if sharded else 0)
     # --- end exercise ---
@@ -173,8 +173,8 @@ def dropout(x: Tensor, p: float, tp: TensorParallel, sharded: bool) -> Tensor:
 def attention_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, drop: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Attention by explicit products, with dropout on the weights: a fused kernel draws its masks from a stream of its
-    own. It keeps [S, S] for every head: the 5 a s² b bytes of 2205.05198, 2 (weights) + 1 (mask) + 2 (dropped)."""
+    """Attention by explicit products, with dropout on the weights; fused kernels use their own generator. It
+    saves [S, S] per head: the 5 a s² b bytes of 2205.05198, 2 (weights) + 1 (mask) + 2 (dropped)."""
     B, S, N, D = q.shape
     rows = q.unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)  # [B, S, N, D] -> [B, N_kv, G, S, D]
     rows = rows.flatten(2, 3) / math.sqrt(D)  # [B, N_kv, G S, D]
@@ -185,14 +185,14 @@ def attention_with_dropout(
     return (weights @ v.transpose(1, 2)).view(B, N, S, D).transpose(1, 2)
 
 
-# ----------------------------------------------------------------------------------------- gradients that are shares
+# ------------------------------------------------------------------------------------------ partial gradients
 
 
 def sum_over_holders(grads: list[Tensor], held: list[Shard], group: dist.ProcessGroup) -> list[Tensor]:
-    """For each gradient, its sum over the ranks that hold the same piece: one all-reduce for all of them.
+    """For each gradient, its sum over the ranks with the same piece, in one all-reduce for all gradients.
 
-    Each piece has a slot of its own in the message, zero on the ranks that do not hold it. So the ranks of one
-    key/value head need no process group of their own.
+    Each piece has its own slot in the message, which is zero on the ranks without that piece. So the ranks of
+    one key/value head need no process group of their own.
     """
     # --- exercise 4.26: sum shares of the same piece, and only those ---
     slots = [
@@ -209,23 +209,23 @@ def sum_over_holders(grads: list[Tensor], held: list[Shard], group: dist.Process
 
 
 def sync_replicated_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """After the last backward of a step: make partial gradients whole. Before or after the sum over data ranks.
+    """Sum partial gradients after a step's last backward, before or after the sum over data-parallel ranks.
 
-    These are the weights of norms under sequence parallel (each rank saw S/t tokens), and K and V when there are more
-    ranks than key/value heads (each rank saw its own query heads). A sum, not a mean: the shares make up one gradient.
+    Partial are norm weights under sequence parallel (each rank saw S/t tokens), and K and V with more ranks
+    than key/value heads (each rank saw its own query heads). They are parts of one gradient: sum, not mean.
     """
     found = [(model.get_parameter(name), shard) for name, shard in shards(model).items() if shard.partial]
     found = [(p, shard) for p, shard in found if p.grad is not None]
     if found:
         whole = sum_over_holders([p.grad for p, _ in found], [shard for _, shard in found], group)
         for (p, _), grad in zip(found, whole, strict=True):
-            p.grad.copy_(grad)  # in place: the gradient may live in somebody's bucket
+            p.grad.copy_(grad)  # in place, because the gradient may be a view of a bucket
 
 
 def sync_in_backward(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """The same by a hook on each of these parameters, once: every backward then leaves whole gradients, at the price
-    of an all-reduce per parameter. For those who take gradients away as soon as they are there, such as ZeRO. Freeze
-    parameters before, not after: those that are frozen get no hook."""
+    """The same by a hook on each such parameter: every backward then gives full gradients, at the cost of one
+    all-reduce per parameter. Needed if gradients are consumed during backward, as ZeRO does. Call it once,
+    after freezing: frozen parameters get no hook."""
     for name, shard in shards(model).items():
         p = model.get_parameter(name)
         if shard.partial and p.requires_grad:
@@ -240,15 +240,15 @@ def summed_by_hook(grad: Tensor, shard: Shard, group: dist.ProcessGroup) -> Tens
 
 
 class Norm(nn.Module):
-    """RMSNorm with a whole weight on every rank; with sequence parallel each rank applies it to other tokens. One of
-    `head_dim` elements is applied to the heads of a rank, with sequence parallel and without."""
+    """RMSNorm with a replicated weight; with sequence parallel each rank applies it to different tokens. With
+    `head_dim` elements it is applied to the heads of a rank, with sequence parallel and without."""
 
     def __init__(self, config: Config, tp: TensorParallel, parts: Parts, head_dim: int = 0):
         super().__init__()
         self.eps, self.norm = config.norm_eps, parts.norm
         size = head_dim or config.hidden
         self.shard = Shard(size, 0, 1, 0, partial=tp.sequence_parallel)
-        if head_dim:  # each rank has other heads, of which its gradient is a share
+        if head_dim:  # each rank has different heads, so its gradient is partial
             self.shard = Shard(size, 0, 1, 0, partial=tp.size > 1)
         self.weight = nn.Parameter(torch.ones(size))
 
@@ -257,13 +257,13 @@ class Norm(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Each rank computes N/t query heads, and the key/value heads that they need: N_kv/t, or one that others hold too.
-    Counted from the first of its own, query head i still uses key/value head i // G: `parts.attention` sees no cut."""
+    """Each rank computes N/t query heads and their N_kv/t key/value heads, or one that other ranks also have.
+    With local indices, query head i still uses key/value head i // G, so any `parts.attention` works."""
 
     def __init__(self, config: Config, tp: TensorParallel, parts: Parts, p: float = 0.0):
         super().__init__()
         check_sizes(config, tp.size)
-        if p and parts.attention is not type(parts).attention:  # another one may drop nothing, or speak to other ranks
+        if p and parts.attention is not type(parts).attention:  # others may not drop, or may communicate
             raise ValueError(f"dropout {p} needs the attention of this file, not another parts.attention; use p = 0")
         self.tp, self.parts, self.p, self.head_dim = tp, parts, p, head_dim_of(config)
         width, kv_width = config.heads * self.head_dim, config.kv_heads * self.head_dim
@@ -286,7 +286,7 @@ class ParallelAttention(nn.Module):
         return self.o_proj(self.inner(x, cos, sin))  # [B, S, H/t] -> [B, S, H], or S/t
 
     def inner(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """What lies between the two messages: [B, S, H] or [B, S/t, H] -> [B, S, H/t], this rank's heads."""
+        """The part between the two messages: [B, S, H] or [B, S/t, H] -> [B, S, H/t], this rank's heads."""
         q, k, v = columns(x, [self.q_proj, self.k_proj, self.v_proj])  # one collective for the three
         # [B, S, H/t] -> [B, S, N/t, D]; k and v [B, S, N_kv/t, D]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
@@ -304,7 +304,7 @@ def parallel_mlp(config: Config, tp: TensorParallel, parts: Parts) -> nn.Module:
 
 
 def add_adapters(config: Config, module: nn.Module) -> nn.Module:
-    """Give its linear layers the adapters of the config, if it has any."""
+    """Add the config's adapters, if any, to the module's linear layers."""
     if rank := getattr(config, "lora_rank", 0):
         for layer in module.children():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
@@ -313,10 +313,10 @@ def add_adapters(config: Config, module: nn.Module) -> nn.Module:
 
 
 class ParallelBlock(nn.Module):
-    """x is [B, S, H] on every rank, or with sequence parallel this rank's [B, S/t, H]; so is the result.
+    """x and the result are [B, S, H] on every rank, or with sequence parallel this rank's [B, S/t, H].
 
-    cos and sin belong to all S tokens. `feed_forward` makes the second half; p is the rate of dropout on attention
-    weights and on what enters the residual stream. ValueError for p > 0 if `parts.attention` was replaced.
+    cos and sin are for all S tokens. `feed_forward` makes the second half; p is the dropout rate for
+    attention weights and both residual branches. ValueError for p > 0 if `parts.attention` was replaced.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class ParallelBlock(nn.Module):
 
 
 def check_sizes(config: Config, ranks: int, sequence: int = 0) -> None:
-    """ValueError in one line that says what would divide. `sequence`: its length, if ranks hold S/t tokens."""
+    """ValueError with one line that names fitting sizes. `sequence`: its length, if ranks have S/t tokens."""
     own = getattr(config, "own_head_dim", 0)  # then the hidden size does not matter
     if (not own and config.hidden % config.heads) or head_dim_of(config) % 2:
         least = 2 * config.heads
@@ -376,17 +376,17 @@ def one_by_one(x: Tensor, blocks: Iterable[Callable[..., Tensor]], cos: Tensor, 
 def kept_bytes(
     config: Config, B: int, S: int, tp: TensorParallel, e: int, dropout: bool = False, gather_again: bool = True
 ) -> dict[str, int]:
-    """Bytes that autograd keeps of one block on one rank, by what they are: the count of 2205.05198, section 4.1.
+    """Bytes that autograd saves for one block on one rank, by kind, counted as in 2205.05198, section 4.1.
 
-    e are the bytes of an element of x and of the weights: 8, 4, or 2. Below fp32 a norm keeps its input as the copy in
-    fp32 of which it took the mean, and 1/rms in fp32 as well, and attention its log-sum-exp. RoPE tables and weights
-    are no activations and are left out. Add up the values for the total. On a GPU no fused attention takes float64:
-    there the scores are kept as well.
+    e is the size of an element of x and of the weights: 8, 4, or 2 bytes. Below fp32 a norm saves its input
+    as the fp32 copy of which it took the mean, and 1/rms is also in fp32, as is the log-sum-exp of attention.
+    RoPE tables and weights are no activations and are left out. The sum of the values is the total. On a GPU
+    no fused attention supports float64, so the scores are saved as well.
     """
     wide = max(e, 4)
     n, t, heads = B * S * config.hidden, tp.size, config.heads // tp.size
     q = B * S * config.heads * head_dim_of(config)
-    h = t if tp.sequence_parallel else 1  # what the region outside the products is divided by
+    h = t if tp.sequence_parallel else 1  # the divisor of the region outside the products
     kv = max(config.kv_heads // t, 1) * head_dim_of(config)
     normed = getattr(config, "qk_norm", False)
     kept = {
@@ -411,8 +411,8 @@ def kept_bytes(
 def reference_block(
     x: Tensor, w: dict[str, Tensor], config: Config, cos: Tensor, sin: Tensor, drops: Callable | None = None
 ) -> Tensor:
-    """The reference: the same block on one device, without anything of the above that a rank could get wrong.
-    `drops(y, dim)` drops what t ranks together would drop from a y that they shard in dimension `dim`."""
+    """The reference: the same block on one device, without any parallel code from above. `drops(y, dim)`
+    drops what t ranks together would drop from a y that is sharded in dimension `dim`."""
     drops = drops or (lambda y, dim: y)
     S, groups = x.shape[1], config.heads // config.kv_heads
     norm = rms_norm(x, w["input_layernorm.weight"], config.norm_eps)
@@ -436,10 +436,10 @@ def reference_block(
 
 
 def drops_of_all_ranks(p: float, ranks: int, sequence_parallel: bool) -> Callable[[Tensor, int], Tensor]:
-    """What the masks of all ranks amount to on one device, for `reference_block`."""
+    """The masks of all ranks combined on one device, for `reference_block`."""
 
     def drops(y: Tensor, dim: int) -> Tensor:
-        key, sharded = new_key(), dim == 1 or sequence_parallel  # dim 1 are the heads, dim -2 the tokens
+        key, sharded = new_key(), dim == 1 or sequence_parallel  # dim 1 is the heads, dim -2 the tokens
         if not p:
             return y
         if not sharded:
@@ -466,7 +466,7 @@ def block_weights(config: Config, like: Tensor) -> dict[str, Tensor]:
 
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """One block beside the reference, with and without sequence parallel."""
+    """One block next to the reference, with and without sequence parallel."""
     B, S, t = 2, args.sequence, dist.get_world_size(group)
     report, table = Report(group), initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
     x = F.embedding(tokens_of_text(B, S), table).to(device, torch.float64)
@@ -480,7 +480,7 @@ def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, dev
         mine = Shard(S, 1, t if sequence else 1, tp.rank if sequence else 0).cut  # [B, S/t, H] of [B, S, H]
 
         w, want_x = block_weights(config, x), x.clone().requires_grad_()
-        torch.manual_seed(0)  # the default stream, alike on all ranks and here
+        torch.manual_seed(0)  # the default generator, seeded alike on all ranks and here
         want = reference_block(want_x, w, config, cos, sin, drops_of_all_ranks(args.dropout, t, sequence))
         want.backward(want.detach())
         my_x = mine(x).clone().requires_grad_()

@@ -1,37 +1,37 @@
-"""Tensor parallelism, the idea: a matrix product on t ranks, each of which holds 1/t of the matrix.
+"""Tensor parallelism, the idea: a matrix product on t ranks, each of which stores 1/t of the matrix.
 
-Problem. A layer may be too large for one device, or too slow on it. So cut the matrices, not the batch.
+Problem. A layer may be too large or too slow for one device. So split the matrices, not the batch.
 
-Idea. Two identities of block matrices are enough. By columns, x [A1 A2] = [x A1, x A2]: each rank makes some columns of
-the output and needs all of x. By rows, [y1 y2] [B1; B2] = y1 B1 + y2 B2: each rank needs its columns of y, and the
-partial products are summed. One after the other, with something elementwise between, they need nothing in between:
+Idea. Two identities of block matrices are enough. By columns, x [A1 A2] = [x A1, x A2]: each rank computes
+some columns of the output and needs all of x. By rows, [y1 y2] [B1; B2] = y1 B1 + y2 B2: each rank needs its
+columns of y, and the partial products are summed. Elementwise functions in between need no communication:
 
-    x -> f -> A, cut by columns -> silu(gate) * up -> B, cut by rows -> f* -> z
+    x -> f -> A, split by columns -> silu(gate) * up -> B, split by rows -> f* -> z
 
     rank 0    x    x A1 = y1      y1 B1, a partial z      f* sums the partial z of all ranks; in backward, f sums
     rank 1    x    x A2 = y2      y2 B2, a partial z      the partial gradients of x
 
           forward          backward
-    f     nothing          all-reduce        tensor parallel: x and z are whole on every rank (1909.08053, section 3)
-    f*    all-reduce       nothing
-    g     all-gather       reduce-scatter    sequence parallel: of x and z, each rank holds S/t of the tokens
+    f     identity         all-reduce        tensor parallel: x and z are replicated (1909.08053, section 3)
+    f*    all-reduce       identity
+    g     all-gather       reduce-scatter    sequence parallel: each rank has S/t of the tokens of x and z
     g*    reduce-scatter   all-gather        (2205.05198, section 4.2.2)
 
-    who holds what             x, z           y             A (nn.Linear: [F, H])   B (nn.Linear: [H, F])
+    each rank has              x, z           y             A (nn.Linear: [F, H])   B (nn.Linear: [H, F])
     tensor parallel            [B, S, H]      [B, S, F/t]   [F/t, H]                [H, F/t]
     with sequence parallel     [B, S/t, H]    [B, S, F/t]   [F/t, H]                [H, F/t]
 
-Formulas, for an x of n bytes. An all-reduce is a reduce-scatter and an all-gather, so the two send the same:
+Formulas, for an x of n bytes. An all-reduce is a reduce-scatter and an all-gather, so both send the same:
     sent, tensor parallel      2 all-reduces, one each way                         2 · 2(t-1)/t n
     with sequence parallel     an all-gather and a reduce-scatter each way         4 ·  (t-1)/t n
-                               + an all-gather of the x that was not kept               (t-1)/t n
+                               + an all-gather of the x that was not saved              (t-1)/t n
     weights, gradients         1/t of the matrices
-    kept for backward          x (x/t with sequence parallel) and 4 tensors like y
+    saved for backward         x (x/t with sequence parallel) and 4 tensors like y
 
 Run it:
     python parallel_linear.py                                              one rank, CPU or GPU
-    torchrun --nproc_per_node 4 parallel_linear.py                         gloo on CPU, nccl on GPU
-    torchrun --nproc_per_node 2 parallel_linear.py --column simple         keeps all of x
+    torchrun --nproc_per_node 4 parallel_linear.py                         Gloo on CPU, NCCL on GPU
+    torchrun --nproc_per_node 2 parallel_linear.py --column simple         saves all of x
 Each runs with and without sequence parallel. The last line is PASS, or it exits with 1 and says which number is off.
 """
 
@@ -51,7 +51,7 @@ from _tensor_parallel_demo import OneLineParser, Report, Wire, kept_for_backward
 from torch import Tensor, nn
 
 # Legend of shapes: B batch, S sequence, H hidden, F intermediate size, t ranks of the tensor group. S/t is S sharded
-# over that group. Weights are [out, in], as nn.Linear has them: cutting the paper's A by columns cuts dim 0.
+# over that group. Weights are [out, in] as in nn.Linear, so the paper's A by columns is split in dim 0.
 Columns = tuple[Tensor, ...]
 all_gather_single = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,8 +67,8 @@ def same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the group. x keeps its values: the residual stream or autograd may hold on to them."""
-    total = x.clone(memory_format=torch.contiguous_format)  # the collective writes into what it is given: `total`
+    """The sum over the group. x is not changed, because the residual stream or autograd may still use it."""
+    total = x.clone(memory_format=torch.contiguous_format)  # the collective works in place, on the copy
     dist.all_reduce(total, group=group)
     return total
 
@@ -77,7 +77,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, S/t, H] -> all-gather -> [B, S, H], in the order of the ranks."""
     pieces = x.new_empty(dist.get_world_size(group), *x.shape)  # [t, B, S/t, H]: the collective stacks in front
     all_gather_single(pieces.flatten(0, 1), x.contiguous(), group=group)
-    return pieces.movedim(0, 1).flatten(1, 2)  # a copy if B > 1; Megatron keeps S in front of B to save it
+    return pieces.movedim(0, 1).flatten(1, 2)  # a copy if B > 1; Megatron's [S, B, H] avoids it
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -105,13 +105,13 @@ class Conjugate(torch.autograd.Function):
 
 
 def pair_of(operator: str) -> tuple[Callable, Callable]:
-    """What an operator does in forward, and in backward."""
+    """An operator's collective in forward, and in backward."""
     # --- exercise 4.21: which collective in forward, which in backward? ---
     return {
         "f": (same, all_reduce),  # x enters t products, so its gradient is the sum of t gradients
-        "f*": (all_reduce, same),  # z is the sum of t shares, and what moves z by dz moves each share by dz
-        "g": (all_gather, reduce_scatter),  # f, for an x of which each rank holds S/t tokens
-        "g*": (reduce_scatter, all_gather),  # f*, for a z of which each rank shall have S/t tokens
+        "f*": (all_reduce, same),  # z is the sum of t partial sums, so each has the gradient dz
+        "g": (all_gather, reduce_scatter),  # f, if each rank has S/t tokens of x
+        "g*": (reduce_scatter, all_gather),  # f*, if each rank gets S/t tokens of z
     }[operator]
     # --- end exercise ---
 
@@ -122,7 +122,7 @@ def f(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def f_star(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A share of [B, S, H] -> [B, S, H]"""
+    """A partial sum [B, S, H] -> [B, S, H]"""
     return Conjugate.apply(x, group, *pair_of("f*"))
 
 
@@ -132,7 +132,7 @@ def g(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def g_star(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A share of [B, S, H] -> [B, S/t, H]"""
+    """A partial sum [B, S, H] -> [B, S/t, H]"""
     return Conjugate.apply(x, group, *pair_of("g*"))
 
 
@@ -140,7 +140,7 @@ def g_star(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast would make of the inputs of a product. Done before communication, it also halves the bytes."""
+    """Cast the inputs of a product as autocast would. Before communication this also halves the bytes."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors
@@ -148,8 +148,8 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def column_simple(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable) -> Columns:
-    """Version 1: operators around `linear`. One x for all weights (q, k and v): autograd sums their gradients of x
-    first, and f or g sends them once. With sequence parallel, autograd keeps the gathered x: S tokens on each rank."""
+    """Version 1: operators around `linear`. All weights (q, k and v) share x, so autograd first sums its
+    gradients, and f or g sends them once. With sequence parallel it saves the gathered x, S tokens."""
     (x,) = under_autocast(x)
     # --- exercise 4.22: one collective for several products of the same input ---
     whole = g(x, tp.group) if tp.sequence_parallel else f(x, tp.group)
@@ -162,8 +162,8 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def products(x: Tensor, weights: Sequence[Tensor]) -> Columns:
-    """[B, S, in] -> [B, S, out/t] for each weight, by one product: a large one fills a GPU better than three small ones
-    do. It costs a copy of the weights, and one of the result, since a view of a part would keep all of it alive."""
+    """[B, S, in] -> [B, S, out/t] for each weight, by one product, which uses a GPU better than three small
+    ones. It copies the weights, and the result, because a view of a part would keep all of it alive."""
     y = F.linear(x, stacked(weights))
     if len(weights) == 1:
         return (y,)
@@ -172,40 +172,40 @@ def products(x: Tensor, weights: Sequence[Tensor]) -> Columns:
 
 
 def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """[B, S, out/t] for each weight -> [B, S, in], this rank's share, by one product. Its accumulators, which are fp32
-    for bf16, sum over q, k and v. A sum of three products would round between them, and pass through memory."""
+    """[B, S, out/t] for each weight -> partial [B, S, in], by one product. Its accumulators, in fp32 for
+    bf16, sum over q, k and v. A sum of three products would round in between, and go through memory."""
     dy = grads[0] if len(grads) == 1 else torch.cat(list(grads), dim=-1)
     return dy @ stacked(weights)
 
 
 def weight_gradients(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-    """[B, S, out/t] for each weight, [B, S, in] -> [out/t, in] each. One product per weight: of one for all, the parts
-    would share their memory, and who takes one gradient away could not free it."""
+    """[B, S, out/t] for each weight, [B, S, in] -> [out/t, in] each. One product per weight, because the
+    parts of a single product would share memory, and no gradient could be freed by itself."""
     return [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in grads]
 
 
 class GatherAgain(torch.autograd.Function):
-    """g and the products in one step, so that backward may keep the shard of x and gather it again."""
+    """g and the products in one node, which saves only the shard of x and gathers it again in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> Columns:
         # --- exercise 4.23: keep S/t tokens for backward, not S ---
         ctx.group = group
         ctx.save_for_backward(x, *weights)
-        whole = all_gather(x, group)  # [B, S/t, H] -> [B, S, H], dropped when this function returns
+        whole = all_gather(x, group)  # [B, S/t, H] -> [B, S, H], freed when this function returns
         # --- end exercise ---
         return products(whole, weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        dw = weight_gradients(grads, all_gather(x, ctx.group))  # no name keeps the gathered x while dx is made
+        dw = weight_gradients(grads, all_gather(x, ctx.group))  # frees the gathered x before dx is computed
         return reduce_scatter(input_gradient(grads, weights), ctx.group), None, *dw
 
 
 def column_gather_again(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable) -> Columns:
-    """Version 2: with sequence parallel, one more all-gather in backward, and every tensor that is kept has S/t tokens
-    (2205.05198, section 4.2.2). A `linear` of one's own decides itself what it keeps: version 1 serves it."""
+    """Version 2: with sequence parallel, one more all-gather in backward, and every saved tensor has S/t
+    tokens (2205.05198, section 4.2.2). A custom `linear` decides what to save, so it gets version 1."""
     if not tp.sequence_parallel or linear is not F.linear:
         return column_simple(x, weights, tp, linear)
     x, *weights = under_autocast(x, *weights)
@@ -220,7 +220,7 @@ def row_simple(x: Tensor, weight: Tensor, tp: TensorParallel, linear: Callable) 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a layer is split: over which group, with or without sequence parallel, by which versions of the products."""
+    """How a layer is split: the group, with or without sequence parallel, the versions of the products."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool = False
@@ -238,15 +238,15 @@ class TensorParallel:
 
 COLUMNS = {"simple": column_simple, "gather-again": column_gather_again}
 
-# ------------------------------------------------------------------------------------------- who holds which piece
+# ------------------------------------------------------------------------------ which rank stores which piece
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a weight that is `size` long in dimension `dim`: piece `index` of `pieces`.
+    """The part of a weight that a rank stores: piece `index` of `pieces` in dimension `dim` of length `size`.
 
-    With fewer pieces than ranks, several ranks hold the same piece. If `partial`, each of them computes only its own
-    share of that piece's gradient (parallel_block.py sums these).
+    With fewer pieces than ranks, several ranks store the same piece. If `partial`, each of them computes only
+    a partial sum of its gradient (parallel_block.py adds these up).
     """
 
     size: int
@@ -273,7 +273,7 @@ class Shard:
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
-    """Parameter name -> what this rank holds of it: of `weight`, and of the `bias` that is cut like it."""
+    """Parameter name -> its Shard on this rank, for each `weight` and each `bias`, which are split alike."""
     return {
         f"{name}.{kind}".lstrip("."): module.shard
         for name, module in model.named_modules()
@@ -284,7 +284,7 @@ def shards(model: nn.Module) -> dict[str, Shard]:
 
 
 def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> Tensor:
-    """The first value of the *full* parameter `name`, from (seed, name) alone, as in chapter 01."""
+    """The initial value of the *full* parameter `name`, from (seed, name) alone, as in chapter 01."""
     if len(shape) == 1:
         return torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
     if name.endswith("lora_B.weight"):
@@ -298,8 +298,8 @@ def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> T
 
 @torch.no_grad()
 def init_weights(model: nn.Module, layers: int, seed: int) -> None:
-    """Start from the same model whatever t is. A draw of the shard's own shape would differ with t, and with the same
-    seed on all ranks it would be worse: t copies of the same columns, whose gradients stay equal for ever."""
+    """Start from the same model for every t. Drawing only the shard would depend on t, and with the same seed
+    on all ranks it would give t copies of the same columns, whose gradients stay equal for ever."""
     held = shards(model)
     for name, p in model.named_parameters():
         # --- exercise 4.24: draw the whole weight, keep a piece ---
@@ -334,12 +334,12 @@ class ColumnParallelLinear(nn.Module):
         self.lora_A: Factor | None = None
 
     def add_bias(self) -> None:
-        """y = x Wᵀ + b. A column's bias is with the column: each rank adds its own, and nothing is sent for it."""
+        """y = x Wᵀ + b. The bias is split like the columns: each rank adds its part, and nothing is sent."""
         self.bias = nn.Parameter(torch.zeros(self.shard.length))
 
     def add_adapter(self, rank: int, scale: float) -> None:
-        """y = x Wᵀ + scale · (x Aᵀ) Bᵀ. B is cut with the columns. A is whole on each rank, and its gradient there a
-        share, of what these columns ask for. x Aᵀ is one product more of the x that is sent once for all of them."""
+        """y = x Wᵀ + scale · (x Aᵀ) Bᵀ. B is split like the columns. A is replicated, and each rank has a
+        partial gradient of it, from its own columns. x Aᵀ is one more product with an x that is sent once."""
         t = self.tp.size
         self.scale = scale
         self.lora_A = Factor(rank, self.weight.shape[1], Shard(rank, 0, 1, 0, partial=t > 1))
@@ -351,17 +351,17 @@ class ColumnParallelLinear(nn.Module):
         return [self.weight] if self.lora_A is None else [self.weight, self.lora_A.weight]
 
     def forward(self, x: Tensor, made: Sequence[Tensor] | None = None) -> Tensor:
-        """`made`: x times each of `factors`, if they have been computed together with other layers' (`columns`)."""
+        """`made`: x times each of `factors`, if `columns` has computed them together with other layers."""
         y, *low = made or self.tp.column(x, self.factors, self.tp, self.linear)
         y = y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: y may be narrower than the bias
         return y + self.scale * F.linear(low[0], self.lora_B.weight) if low else y
 
 
 def columns(x: Tensor, layers: Sequence[nn.Module]) -> Columns:
-    """What each of these layers makes of x. For those that are plain, x is gathered, and its gradient sent, once.
+    """The outputs of several layers of x. The plain ones gather x, and send its gradient, once together.
 
-    Each layer is called, so that its hooks run. A layer that somebody has put in the place of ours, or that has hooks
-    which want to see x first or its gradient, is called with x alone, and pays for a collective of its own.
+    Each layer is called, so that its hooks run. A layer of another class, or with hooks that see x first or
+    its gradient, is called with x alone and needs a collective of its own.
     """
     plain = [layer for layer in layers if shares_a_product(layer)]
     plain = [layer for layer in plain if layer.linear is plain[0].linear]
@@ -387,8 +387,8 @@ class RowParallelLinear(nn.Module):
         self.lora_A: Factor | None = None
 
     def add_adapter(self, rank: int, scale: float) -> None:
-        """y = x Wᵀ + scale · (x Aᵀ) Bᵀ. A is cut with the rows; B is whole on each rank, and its gradient there a
-        share. A rank's part of the adapter is added to its part of x Wᵀ, before the one sum over the ranks."""
+        """y = x Wᵀ + scale · (x Aᵀ) Bᵀ. A is split like the rows; B is replicated, with partial gradients. A
+        rank's part of the adapter is added to its part of x Wᵀ, before the one sum over the ranks."""
         t, (outputs, inputs) = self.tp.size, self.weight.shape
         self.scale = scale
         self.lora_A = Factor(rank, inputs, self.shard)
@@ -398,7 +398,7 @@ class RowParallelLinear(nn.Module):
         return self.tp.row(x, self.weight, self.tp, self.linear if self.lora_A is None else self.with_adapter)
 
     def with_adapter(self, x: Tensor, weight: Tensor) -> Tensor:
-        low = F.linear(x, self.lora_A.weight)  # [B, S, in/t] -> [B, S, rank], this rank's share
+        low = F.linear(x, self.lora_A.weight)  # [B, S, in/t] -> [B, S, rank], a partial sum
         return self.linear(x, weight) + self.scale * F.linear(low, self.lora_B.weight)
 
 
@@ -407,7 +407,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class ParallelMLP(nn.Module):
-    """W_down (silu(W_gate x) * (W_up x)). Gate and up are cut alike, so column i of both is on the same rank."""
+    """W_down (silu(W_gate x) * (W_up x)). Gate and up are split alike: one rank has column i of both."""
 
     def __init__(
         self, hidden: int, intermediate: int, tp: TensorParallel, linear: Callable = F.linear, act: Callable = swiglu
@@ -424,12 +424,12 @@ class ParallelMLP(nn.Module):
         return self.down_proj(self.inner(x))  # [B, S, F/t] -> [B, S, H] or [B, S/t, H]
 
     def inner(self, x: Tensor) -> Tensor:
-        """What lies between the two messages: [B, S, H] or [B, S/t, H] -> [B, S, F/t]."""
+        """The part between the two messages: [B, S, H] or [B, S/t, H] -> [B, S, F/t]."""
         return self.act(*columns(x, [self.gate_proj, self.up_proj]))
 
 
 def cannot_divide(ranks: int, what: str, size: int) -> str:
-    """What is wrong and what would be right, in one line; empty if `ranks` divides `size`."""
+    """An error message of one line that names the fitting sizes; empty if `ranks` divides `size`."""
     if size % ranks == 0:
         return ""
     fitting = ", ".join(str(d) for d in range(1, min(size, 128) + 1) if size % d == 0)
@@ -440,7 +440,7 @@ def cannot_divide(ranks: int, what: str, size: int) -> str:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """One MLP beside the reference, with and without sequence parallel."""
+    """One MLP next to the reference, with and without sequence parallel."""
     B, S, H, F_, t = 2, args.sequence, args.hidden, args.intermediate, dist.get_world_size(group)
     report = Report(group)
     x = F.embedding(tokens_of_text(B, S), initial_weight("embed.weight", (256, H), 1, seed=0)).to(device, torch.float64)
@@ -449,7 +449,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     w = {n: initial_weight(n, shape, 1, seed=0).to(x).requires_grad_() for n, shape in shapes.items()}
     hidden = swiglu(F.linear(want_x, w["gate_proj.weight"]), F.linear(want_x, w["up_proj.weight"]))
     want = F.linear(hidden, w["down_proj.weight"])  # the reference: the MLP on one device
-    (want * want.detach()).sum().backward()  # some gradient that differs from element to element
+    (want * want.detach()).sum().backward()  # a gradient that differs from element to element
 
     for sequence in (False, True):
         tp = TensorParallel(group, sequence, column=COLUMNS[args.column])

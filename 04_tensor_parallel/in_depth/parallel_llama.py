@@ -1,34 +1,34 @@
-"""Tensor and sequence parallelism, the whole model: a vocabulary in pieces, and a state dict that knows of none.
+"""Tensor and sequence parallelism, the full model: a sharded vocabulary, and an unsharded state dict.
 
-Problem. The largest matrices of a small model, and the largest activation of any, have the vocabulary as a side:
-logits are [B, S, V], and V is 128 thousand in Llama 3. To gather them on every rank for a softmax would undo it all.
+Problem. The largest matrices of a small model, and the largest activation of any model, have the vocabulary
+as a dimension: logits are [B, S, V], and V is 128 thousand in Llama 3. Gathering them would undo all savings.
 
-Idea. Cut the vocabulary too. A rank looks up the tokens it knows and gives zeros for the rest: the sum over ranks is
-the embedding, and f* or g* is a sum. It computes the logits of its words: column parallel. And of the other ranks'
-logits the loss needs three numbers per token: the maximum, the sum of exponentials, and the one at the label.
+Idea. Shard the vocabulary too. A rank looks up its own tokens and returns zeros for all others; f* or g* sums
+these to the embedding. A rank computes the logits of its tokens, column parallel. From the other ranks'
+logits the loss needs three values per token: the maximum, the sum of exponentials, and the one at the label.
 
     V = 10, 4 ranks     rank 0     rank 1     rank 2     rank 3
     rows                0  1  2    3  4  5    6  7  8    9  .  .      . is padding: 3 rows on each rank, 12 in all
     embedding of 4      0          row 4      0          0            -> f* (all-reduce) or g* (reduce-scatter) -> x
-    logits              0  1  2    3  4  5    6  7  8    9  -  -      - is minus infinity, or 0.5 of a word that does
-                                                                      not exist would be taught to every softmax
+    logits              0  1  2    3  4  5    6  7  8    9  -  -      - is minus infinity; else padding would
+                                                                      get probability in every softmax
     loss = log(sum of e^(logit - max)) - (logit of the label - max)   one all-reduce of maxima, one of two sums
                                                                       (1909.08053, section 3)
 
     tokens [B, S] -> embed_tokens -> x [B, S or S/t, H] -> L blocks -> norm -> f or g -> lm_head -> logits [B, S, V/t]
 
 Formulas, e bytes per element, T = B S tokens, n = T H e:
-    collectives in a step   embedding 1, blocks 4 L, lm_head 1 in backward, loss 2 (of T and of 2 T numbers)
+    collectives in a step   embedding 1, blocks 4 L, lm_head 1 in backward, loss 2 (of T and of 2 T elements)
     sent by a rank          (4 L + 2) 2(t-1)/t n  +  (T + 2 T) 2(t-1)/t e            without sequence parallel
     logits on a rank        T V e / t, and never more
     weights on a rank       2 ⌈V/t⌉ H + L ((2 H² + 3 H F) / t + 2 H D max(N_kv/t, 1) + 2 H) + H elements
 
 Run it:
     python parallel_llama.py                                                     one rank, CPU or GPU
-    torchrun --nproc_per_node 4 parallel_llama.py --kv-heads 2                   gloo on CPU, nccl on GPU
-    torchrun --nproc_per_node 2 parallel_llama.py --dropout 0.1 --recompute      masks that come back in backward
-Three steps of SGD, with and without sequence parallel, beside the model on one device. The last line is PASS, or it
-exits with 1 and says which number is off.
+    torchrun --nproc_per_node 4 parallel_llama.py --kv-heads 2                   Gloo on CPU, NCCL on GPU
+    torchrun --nproc_per_node 2 parallel_llama.py --dropout 0.1 --recompute      the same masks in backward
+Three steps of SGD, with and without sequence parallel, next to the model on one device. The last line is
+PASS, or it exits with 1 and says which number is off.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 # Legend of shapes: B batch, S sequence, H hidden, V vocabulary, L layers, t ranks of the tensor group; V/t rounds up.
-IGNORE = -100  # a label that is no target
+IGNORE = -100  # a label without a target
 
 # --------------------------------------------------------------------------------------------- both ends of the model
 
 
 def check_words(what: str, ids: Tensor, vocab_size: int, ignore: int | None = None) -> None:
-    """ValueError for a token or a label that is no word. No rank would have it: each would add a plausible zero.
+    """ValueError for a token or a label outside the vocabulary, for which every rank would silently add zero.
 
-    On a GPU a Python `if` would wait until everything queued before it is done, at every step. So the device checks
-    for itself, as it does in torch's own embedding: it stops, and the next call that waits for it raises RuntimeError.
-    That message cannot name the id; run the batch on a CPU to see it.
+    On a GPU a Python `if` would synchronize in every step. So the device asserts, as in torch's own
+    embedding: it stops, and the next call that waits for it raises RuntimeError. That message cannot name the
+    id; run the batch on a CPU to see it.
     """
     right = (ids >= 0) & (ids < vocab_size)
     if ignore is not None:
@@ -94,7 +94,7 @@ def check_words(what: str, ids: Tensor, vocab_size: int, ignore: int | None = No
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens [B, S], the same on every rank -> [B, S, H], or this rank's [B, S/t, H]. A rank holds V/t rows."""
+    """tokens [B, S], the same on every rank -> [B, S, H], or a rank's [B, S/t, H]. A rank stores V/t rows."""
 
     def __init__(self, vocab_size: int, hidden: int, tp: TensorParallel):
         super().__init__()
@@ -141,16 +141,16 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         softmax, column, here, labels = ctx.saved_tensors
         weight = grad * (labels != IGNORE)  # [B, S]
         d_logits = softmax * weight[..., None]
-        d_logits.scatter_add_(-1, column, -(weight * here)[..., None])  # softmax - 1 at the label, if it is here
+        d_logits.scatter_add_(-1, column, -(weight * here)[..., None])  # softmax - 1 at a local label
         return d_logits.to(ctx.dtype), None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
-    """SUM of -log p(label) over valid labels, the same number on each rank, in fp32 or better.
+    """SUM of -log p(label) over valid labels, equal on all ranks, in fp32 or better.
 
-    logits [B, S, V/t] of this rank's words, labels [B, S] with -100 for none. It is a sum: divide by the number of
-    valid tokens of the whole global batch. Raises ValueError for gathered logits: t equal copies of the vocabulary
-    would make a softmax over t V words, and a loss that is too large by log t. A label that is no word is refused too.
+    logits [B, S, V/t] of this rank's tokens, labels [B, S] with -100 for none. It is a sum: divide by the
+    number of valid tokens in the global batch. Raises ValueError for a label outside the vocabulary, and for
+    gathered logits: t copies would give a softmax over t V tokens, and a loss too large by log t.
     """
     length = Shard(vocab_size, 0, dist.get_world_size(group), 0).length
     if logits.shape[-1] != length:
@@ -183,7 +183,7 @@ class ParallelDecoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
         c, scaling = self.config, getattr(self.config, "rope_scaling", None)
-        # Of all S tokens: heads are cut, not S.
+        # For all S tokens, because attention is split by heads, not by S.
         cos, sin = rope_tables(positions, head_dim_of(c), c.rope_theta, scaling)
         x = self.embed_tokens(tokens)  # [B, S] -> [B, S, H] or [B, S/t, H]
         if self.p and self.training:
@@ -195,10 +195,10 @@ class ParallelDecoder(nn.Module):
 class ParallelLlama(nn.Module):
     """Chapter 01's Llama on a tensor group, with Hugging Face's parameter names and weights of seed 0.
 
-    config        sizes; parts: functions to replace. Those of chapter 01 will do for both
+    config        sizes; parts: functions to replace. Chapter 01's config and parts work for both
     feed_forward  makes the second half of a block from (config, tp, parts)
-    wrap          what to do with each block, as chapter 01's `recomputed`; p: rate of dropout
-    through       how x goes through all of them: (x, blocks, cos, sin) -> x
+    wrap          wraps each block, as chapter 01's `recomputed`; p: dropout rate
+    through       runs all blocks: (x, blocks, cos, sin) -> x
     """
 
     def __init__(
@@ -217,23 +217,23 @@ class ParallelLlama(nn.Module):
         self.config, self.tp, self.parts = config, tp, parts or Parts()
         self.model = ParallelDecoder(config, tp, self.parts, feed_forward, wrap, through, p)
         self.lm_head = ColumnParallelLinear(config.hidden, config.vocab_size, tp, self.parts.linear)
-        if config.tied:  # both are cut by words, so a rank's rows are the same rows
+        if config.tied:  # both are split by tokens, so a rank has the same rows of both
             self.lm_head.weight = self.model.embed_tokens.weight
         init_weights(self, config.layers, seed=0)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens [B, S] -> logits of this rank's words, [B, S, V/t]."""
+        """tokens [B, S] -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
         return self.lm_head(self.model(tokens, positions))
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Sum over all valid labels, from this rank's logits; what `parts.cross_entropy` is to chapter 01's Llama."""
+        """Sum over all valid labels, from this rank's logits; like chapter 01's `parts.cross_entropy`."""
         return vocab_parallel_cross_entropy(logits, labels, self.config.vocab_size, self.tp.group)
 
 
 def recomputed(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keep a block's inputs only, and run it again in backward, collectives included.
+    """Save only a block's inputs, and run it again in backward, collectives included.
 
-    `checkpoint` sets the default random streams back to where they were; from them come the keys of all masks.
+    `checkpoint` restores the default generators, from which the keys of all masks are drawn.
     """
 
     def run(*args: Tensor) -> Tensor:
@@ -249,8 +249,8 @@ def recomputed(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def full_state_dict(
     model: nn.Module, group: dist.ProcessGroup, tensors: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Full tensors by name, on the CPU of every rank: the parameters, or `tensors` of some parameters' names and shapes
-    (gradients, or what an optimizer keeps). One parameter at a time is whole on the device. Every rank must call it."""
+    """Full tensors by name, on the CPU of every rank: the parameters, or `tensors` with names and shapes of
+    parameters (gradients, optimizer states). One full tensor at a time on the device. All ranks call it."""
     state = {}
     for name, shard in shards(model).items():
         if tensors is not None and name not in tensors:
@@ -271,10 +271,10 @@ def full_state_dict(
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give each parameter this rank's piece of the full tensor of its name.
+    """Copy this rank's piece of each full tensor to the parameter of that name.
 
-    Raises ValueError, and changes nothing, if `state` is not that of this model: a name is missing or unexpected, or a
-    shape differs. A tied parameter has two names; one of them will do, and two must say the same.
+    Raises ValueError, and changes nothing, if `state` is of another model: a name is missing or unexpected,
+    or a shape differs. A tied parameter has two names; one of them is enough, and both must be equal.
     """
     held = shards(model)
     names_of: dict[int, list[str]] = {}
@@ -290,7 +290,7 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         given = [name for name in names if name in state]
         for name in given:
             want = held[name].full_shape(model.get_parameter(name))
-            if list(state[name].shape) != want:  # `cut` would take a piece of a vocabulary of any size
+            if list(state[name].shape) != want:  # `cut` would accept a vocabulary of any size
                 shapes.append(f"{name} {list(state[name].shape)}, not {want}")
         if len({tuple(state[name].shape) for name in given}) == 1:
             differ += [name for name in given[1:] if not torch.equal(state[name], state[given[0]])]
@@ -310,12 +310,12 @@ def few(what: str, names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def squared_gradient_norm(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
-    """Sum of squares of the full gradient, every parameter once: after `sync_replicated_gradients`, on every rank."""
+    """Sum of squares of the full gradient, each parameter once, for every rank to call after the sync."""
     held, ranks = shards(model), dist.get_world_size(group)
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for name, p in model.named_parameters():  # a tied parameter has one name here
         if p.grad is not None:
-            total += p.grad.double().square().sum() * held[name].pieces / ranks  # t / pieces ranks hold the same piece
+            total += p.grad.double().square().sum() * held[name].pieces / ranks  # on t / pieces ranks
     dist.all_reduce(total, group=group)
     return total
 
@@ -346,7 +346,7 @@ def weights_per_rank(config: Config, t: int) -> int:
 
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Three steps of SGD beside the reference, with and without sequence parallel."""
+    """Three steps of SGD next to the reference, with and without sequence parallel."""
     B, S, t = 2, args.sequence, dist.get_world_size(group)
     report = Report(group)
     for sequence in (False, True):

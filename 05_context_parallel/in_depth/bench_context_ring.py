@@ -1,14 +1,14 @@
 """Ring, all-gather and layouts against each other, and against PyTorch's own ring attention, at 4 ranks.
 
     python 05_context_parallel/in_depth/bench_context_ring.py
-    python 05_context_parallel/in_depth/bench_context_ring.py --counts   only what is counted, not timed
+    python 05_context_parallel/in_depth/bench_context_ring.py --counts   only counts, no times
 
-First every version must give the output and the gradients of dense attention; only then is anything timed. All versions
-use the same local attention, PyTorch's fused kernel for the CPU, so that what differs is the work around it.
+Before any timing, every version must match the output and the gradients of dense attention. All versions use
+the same local attention, PyTorch's fused kernel for the CPU, so that only the work around it differs.
 
-Four ranks that share two cores say little by the clock: a rank that waits leaves its core to the others, so imbalance
-does not show, and who happens to run when shows too much. So two things are measured. The work: the CPU seconds that
-all ranks together spend. And the time of two ranks with a core each, where all wait for the busiest, as GPUs do.
+The wall time of four ranks on two cores means little: a waiting rank leaves its core to the others, so
+imbalance does not show, and the order in which ranks run shows too much. So two things are measured: the
+work, in CPU seconds of all ranks, and the time of two ranks with a core each, where all wait, as on GPUs.
 """
 
 import os
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 
 def inputs() -> list[Tensor]:
-    """q, k, v and the gradient of the output, of the whole sequence: [1, S, N, D]."""
+    """q, k, v and the gradient of the output, of the full sequence: [1, S, N, D]."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, S, HEADS, D, generator=generator) for _ in range(4)]
 
@@ -56,8 +56,8 @@ def step_of(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d
 
 
 def torch_step(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """The same by the functions behind torch's `context_parallel`, whose public entrance refuses CPU tensors."""
-    theirs.set_rotate_method("alltoall")  # a ring; its default gathers all K/V at once
+    """The same with the functions behind torch's `context_parallel`, whose public API rejects CPU tensors."""
+    theirs.set_rotate_method("alltoall")  # a ring; the default gathers all K/V at once
     q, k, v, dout = (x.transpose(1, 2).contiguous() for x in (q, k, v, dout))
     forward = aten._scaled_dot_product_flash_attention_for_cpu
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -82,7 +82,7 @@ def steps() -> dict[str, Callable[[], list[Tensor]]]:
 
 
 def verify() -> dict[str, float]:
-    """Bytes that this rank sends in each version, once each has given the right results."""
+    """Bytes that this rank sends in each version, after a check of the results."""
     want, P = step_of(dense_attention, *inputs()), dist.get_world_size()
     sent_by = {}
     for name, step in steps().items():
@@ -97,7 +97,7 @@ def verify() -> dict[str, float]:
 
 
 def cpu_seconds(step: Callable[[], object]) -> float:
-    """CPU seconds that all ranks together spend on a step. A rank that waits for a message sleeps, and spends none."""
+    """CPU seconds of all ranks for a step. A rank that waits for a message sleeps, and uses none."""
     dist.barrier()
     start = time.process_time()
     step()
@@ -107,7 +107,7 @@ def cpu_seconds(step: Callable[[], object]) -> float:
 
 
 def work_of_all(step: Callable[[], object], base: Callable[[], object], repeats: int = 9) -> Ratio:
-    """The work of a step over that of another, measured in turn, on every rank."""
+    """The ratio of the work of two steps, measured alternately, on every rank."""
     ratios = []
     for repeat in range(-2, repeats):
         order = (step, base) if repeat % 2 else (base, step)
@@ -123,7 +123,7 @@ def measure_work() -> dict[str, Ratio]:
 
 
 def with_a_core_each() -> dict[str, Ratio]:
-    """Seconds of each version over those of the zigzag ring, all threads of a rank on one core of its own."""
+    """Ratio of each version's seconds to the zigzag ring's, with one core for all threads of a rank."""
     cores, threads = sorted(os.sched_getaffinity(0)), [int(x) for x in os.listdir("/proc/self/task")]
     if len(cores) < dist.get_world_size():
         sys.exit(f"{dist.get_world_size()} ranks need a core each; there are {len(cores)}")
@@ -142,7 +142,7 @@ KINDS = {"clone": "copied", "copy_": "copied", "cat": "copied", "stack": "copied
 
 
 class Operators(TorchDispatchMode):
-    """Operators that write tensors, without kernels and messages: how many, and bytes of copies and of sums."""
+    """Operators that write tensors, without kernels and messages: number, bytes of copies, bytes of sums."""
 
     def __init__(self) -> None:
         super().__init__()

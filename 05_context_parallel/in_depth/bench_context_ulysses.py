@@ -1,11 +1,11 @@
-"""Ulysses and Ulysses x ring beside the ring; their bytes and memory as ranks grow; beside TP; and the cost model.
+"""Ulysses and Ulysses x ring against the ring; bytes and memory by number of ranks; with TP; the cost model.
 
     python 05_context_parallel/in_depth/bench_context_ulysses.py             verify, measure, write results and figure
-    python 05_context_parallel/in_depth/bench_context_ulysses.py --counts    only what is counted or computed, not timed
+    python 05_context_parallel/in_depth/bench_context_ulysses.py --counts    only counts and formulas
     python 05_context_parallel/in_depth/bench_context_ulysses.py --figures   only draw
 
-First every version must give the output and the gradients of dense attention, and send the bytes of its formula; only
-then is anything timed or written.
+Before anything is timed or written, every version must match the output and the gradients of dense attention,
+and send the bytes of its formula.
 """
 
 import sys
@@ -43,7 +43,7 @@ KINDS = ("ulysses", "megatron", "ring")
 
 
 def steps() -> dict[str, tuple[Tensor, Callable[[], list[Tensor]]]]:
-    """Every version on this rank: where its tokens are, and its forward and backward."""
+    """Every version on this rank: the positions of its tokens, and its forward and backward."""
     group, rank = dist.group.WORLD, dist.get_rank()
     zigzag, contiguous = (layout_positions(layout, S, rank, RANKS) for layout in ("zigzag", "contiguous"))
     versions = {
@@ -64,7 +64,7 @@ def steps() -> dict[str, tuple[Tensor, Callable[[], list[Tensor]]]]:
 
 
 def verify() -> dict[str, tuple[float, int]]:
-    """Bytes and messages that this rank sends in each version, once each has given the right results."""
+    """Bytes and messages that this rank sends in each version, after a check of the results."""
     want = step_of(dense_attention, *inputs())
     sent_by = {}
     for name, (where, step) in steps().items():
@@ -77,7 +77,7 @@ def verify() -> dict[str, tuple[float, int]]:
 
 
 def measure() -> dict[str, Ratio]:
-    """Work of all ranks in each version over that in the zigzag ring."""
+    """Ratio of the work of all ranks in each version to the zigzag ring's."""
     made = {name: step for name, (_, step) in steps().items()}
     base = made.pop(BASE)
     return {name: work_of_all(step, base) for name, step in made.items()}
@@ -91,8 +91,8 @@ VERSIONS = ("all-gather", "ring", "Ulysses", "Ulysses x ring")
 
 
 def memory_of(version: str) -> tuple[int, int]:
-    """Bytes that this rank keeps for backward, and the peak of forward and backward beyond q, k, v and the gradient of
-    the output, which it has been given. The kernel is in Python, so that what it needs is counted, too."""
+    """Bytes that this rank saves for backward, and the peak of forward and backward beyond the inputs q, k, v
+    and the gradient of the output. The kernel is in Python, so that its memory is counted as well."""
     group, rank, P = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     local, generator = tiled(TILE), torch.Generator().manual_seed(rank)
 
@@ -108,7 +108,7 @@ def memory_of(version: str) -> tuple[int, int]:
     shapes = [(1, TOKENS // P, heads, D) for heads in (Q_HEADS, KV_HEADS, KV_HEADS, Q_HEADS)]
     q, k, v, dout = (torch.randn(shape, generator=generator) for shape in shapes)
     peaks = []
-    for _ in range(min(P, 3)):  # gloo's threads may let go of a buffer late: the smallest of three counts
+    for _ in range(min(P, 3)):  # Gloo's threads may free a buffer late: the smallest of three counts
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         with saved_activations() as saved, peak_memory() as memory:
             attention(q, k, v, causal=True).backward(dout)
@@ -171,7 +171,7 @@ def figures() -> None:
 
 
 def heads_rows(N: int = 32, N_kv: int = 8, P: int = 8) -> list[list]:
-    """Tensor parallelism cuts the heads first. For each degree: what is left to swap, and what K/V cost then."""
+    """Tensor parallelism shards the heads first. For each degree: heads left for Ulysses, cost of K/V."""
     rows = []
     for tp in (1, 2, 4, 8, 16):
         heads, kv = N // tp, max(1, N_kv // tp)
@@ -187,7 +187,7 @@ def heads_rows(N: int = 32, N_kv: int = 8, P: int = 8) -> list[list]:
 
 
 def sent_forward(kind: str) -> float:
-    """Bytes of one layer's forward on this rank; the sequence is LENGTH tokens per rank long."""
+    """Bytes of one layer's forward on this rank, with LENGTH tokens per rank."""
     group, P = dist.group.WORLD, dist.get_world_size()
     with communication() as sent:
         if kind == "megatron":  # the collectives of chapter 4: around attention, and around the MLP

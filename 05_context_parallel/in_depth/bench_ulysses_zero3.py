@@ -1,13 +1,12 @@
-"""ZeRO-3 over data x sequence, as the Ulysses paper trains: longer texts on more ranks, beside the paper's tables.
+"""ZeRO-3 over data x sequence as in the Ulysses paper: longer texts on more ranks, with the paper's tables.
 
     python 05_context_parallel/in_depth/bench_ulysses_zero3.py            memory counted, work timed
     python 05_context_parallel/in_depth/bench_ulysses_zero3.py --counts   only the memory
 
-Chapter 1's model, chapter 3's ZeRO-3 over *all* ranks, and Ulysses among those that share a sequence. To ZeRO it is the
-same whether the gradients of two ranks are of different sequences or of different parts of one: it shards over both,
-and sums over both. First the weights after a step must be those of one process; only then is anything
-measured. The paper (arXiv 2309.14509, tables 2 and 3) has 8 replicas on 64, 128 and 256 GPUs; here there are 2 on 2, 4
-and 8 ranks.
+Chapter 1's model, chapter 3's ZeRO-3 over *all* ranks, and Ulysses among the ranks of one sequence. ZeRO
+treats gradients of different sequences and of different parts of one sequence alike: it shards and sums over
+both. Before any measurement, the weights after a step must match those of one process. The paper (arXiv
+2309.14509, tables 2 and 3) has 8 replicas on 64, 128 and 256 GPUs; here there are 2 on 2, 4 and 8 ranks.
 """
 
 import statistics
@@ -38,7 +37,7 @@ REPLICAS, DEGREES, LENGTH = 2, (1, 2, 4), 256  # tokens of a rank in weak scalin
 
 
 class Run:
-    """One rank of dp x sp: neighbours share a sequence."""
+    """One rank of dp x sp: consecutive ranks share a sequence."""
 
     def __init__(self, sp: int, dtype: torch.dtype = torch.float32, config: LlamaConfig = CONFIG):
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -50,7 +49,7 @@ class Run:
         self.zero = Zero3(self.model, optimizer, dist.group.WORLD, units=self.model.model.layers)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """One step on whole sequences [dp, S]; returns the loss of all."""
+        """One step on full sequences [dp, S]; returns the loss of all."""
         labels, where = next_token_labels(tokens), layout_positions("contiguous", tokens.shape[1], self.rank, self.sp)
         mine = slice(self.data_rank, self.data_rank + 1)  # one sequence for each replica
         self.zero.zero_grad()
@@ -68,7 +67,7 @@ class Run:
 
 
 def alone(batches: list[torch.Tensor], config: LlamaConfig, dtype: torch.dtype) -> tuple[list, dict]:
-    """The losses of one process, a step for each batch, and its weights afterwards."""
+    """The losses of one process, one step per batch, and its weights afterwards."""
     torch.manual_seed(0)
     model, losses = Llama(config).to(dtype), []
     for tokens in batches:
@@ -93,10 +92,10 @@ def verify(sp: int) -> None:
 
 
 def held_and_peak(sp: int, S: int) -> tuple[int, int]:
-    """Bytes that this rank holds between steps, and its peak in one."""
+    """Bytes that this rank stores between steps, and its peak in a step."""
     run, tokens, peaks = Run(sp), text(REPLICAS, S), []
     run.step(tokens)
-    for _ in range(3):  # gloo's threads may let go of a buffer late: the smallest of three counts
+    for _ in range(3):  # Gloo's threads may free a buffer late: the smallest of three counts
         with peak_memory() as memory:
             run.step(tokens)
         peaks.append(memory.peak)

@@ -1,26 +1,26 @@
-"""Context parallelism I: one long sequence over many ranks, and attention that still sees all of it.
+"""Context parallelism I: one long sequence over many ranks, with attention over all of it.
 
-Problem. At a million tokens the activations of a single sequence fill many GPUs, and no batch is left to split. So the
-sequence itself is split. Norms, MLPs and the loss work on each token alone and do not notice. Attention does: a query
-needs the keys and values of every earlier token, and most of them live on other ranks.
+Problem. At a million tokens the activations of a single sequence fill many GPUs, and there is no batch to
+split. So the sequence is split. Norms, MLPs and the loss are per token and need no change. Attention does: a
+query needs the keys and values of every earlier token, and most of them are on other ranks.
 
-Idea. A softmax can be taken in pieces. Attention over some of the keys gives an output and the logarithm of the sum of
-its exponentials (LSE); two such partial results merge exactly into the one over all their keys. So each rank keeps its
-queries, and blocks of keys and values (K/V) come by:
+Idea. A softmax can be computed in parts. Attention over some of the keys gives an output and the logarithm of
+the sum of its exponentials (LSE); two such partial results merge exactly into the result over all their keys.
+So each rank stores its queries, and receives the blocks of keys and values (K/V):
 
-    allgather   fetch the K/V of all ranks, then compute                     simple; holds P blocks
-    ring        compute with one block while the next is on its way          holds 2 blocks, hides the network
+    allgather   gather the K/V of all ranks, then compute                    simple; stores P blocks
+    ring        compute with one block while the next is in flight           stores 2 blocks, hides messages
 
         rank 0 -> rank 1 -> rank 2 -> rank 3 -> rank 0      round 0: own block;  round t: the block of rank r - t
-        backward: K/V go round again, and the gradient of each block follows it round and ends at its owner
+        backward: K/V are sent around again, each block's gradient is sent after it and ends at its owner
 
-Who holds what of 8 chunks on 4 ranks (S/P tokens each), and how many of the 36 causal (chunk, chunk) pairs that is:
+Shards of 8 chunks on 4 ranks (S/P tokens each), and each rank's number of the 36 causal (chunk, chunk) pairs:
                   rank 0     rank 1     rank 2     rank 3
-    contiguous    0 1        2 3        4 5        6 7         3  7 11 15      the last rank works, the first waits
+    contiguous    0 1        2 3        4 5        6 7         3  7 11 15      the last rank has most work
     zigzag        0 7        1 6        2 5        3 4         9  9  9  9      an early and a late chunk: equal
     striped       token t is on rank t mod P                   nearly equal: S/P pairs more from rank to rank
 
-Formulas, for P ranks, with K and V of the whole sequence KV bytes together, and their fp32 gradients dKV:
+Formulas, for P ranks, with KV bytes of K and V of the full sequence, and dKV bytes of their fp32 gradients:
     sent by each rank   forward (P-1)/P KV      backward (P-1)/P (KV + dKV)        both versions, any layout
     messages (ring)     forward P - 1           backward 2 (P - 1)                 KV = 2 · B · S · N_kv · D · bytes
     (query, key) pairs  contiguous s(s+1)/2 + r s² on rank r, s = S/P              zigzag S(S+1)/2P on every rank
@@ -29,7 +29,7 @@ all-gather version as in Llama 3 (2407.21783, section 3.3.2). LSE and backward: 
 
 Run it:
     python context_ring.py                                              one rank, CPU or GPU
-    torchrun --nproc_per_node 4 context_ring.py                         gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 context_ring.py                         Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 context_ring.py --version ring --layout striped --attention full
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
@@ -49,14 +49,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # now: if first imported while a group exists, it would keep the group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Legend of shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, G = N / N_kv, D head dim,
 # V vocab; S/P is S sharded over the context group; s queries and t keys of one block.
-IGNORE = -100  # a label that is no target
+IGNORE = -100  # a label without a target
 LAYOUTS = ("contiguous", "zigzag", "striped")
 Attention = Callable[..., Tensor]  # (q [B, S, N, D], k, v [B, S, N_kv, D], *, causal) -> [B, S, N, D]
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -64,12 +64,12 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """bf16 and fp16 become fp32, in which sums over many terms are safe; fp32 and fp64 stay what they are."""
+    """Cast bf16 and fp16 to fp32, in which sums over many terms are safe; fp32 and fp64 are not changed."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def without_autocast(function: Callable) -> Callable:
-    """Autocast would make 16 bits again of what `at_least_fp32` has widened, as soon as it is multiplied."""
+    """Under autocast a product would round what `at_least_fp32` has widened to 16 bits again."""
 
     @wraps(function)
     def run(x: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ def without_autocast(function: Callable) -> Callable:
     return run
 
 
-# -------------------------------------------------------------------------------- layouts: which rank holds which token
+# --------------------------------------------------------------------- layouts: which rank stores which token
 
 
 def check_layout(layout: str, S: int, P: int) -> None:
@@ -94,9 +94,9 @@ def check_layout(layout: str, S: int, P: int) -> None:
 
 
 def layout_positions(layout: str, S: int, rank: int, P: int) -> Tensor:
-    """Positions in the whole sequence of the tokens that `rank` of P holds, ascending: int64 [S/P].
+    """Positions in the full sequence of the tokens on `rank` of P, ascending: int64 [S/P].
 
-    Everything that depends on where a token stands takes these: RoPE, labels, masks.
+    Everything that depends on a token's position takes these: RoPE, labels, masks.
     """
     check_layout(layout, S, P)
     # --- exercise 5.21: the tokens of one rank, in three layouts ---
@@ -111,22 +111,22 @@ def layout_positions(layout: str, S: int, rank: int, P: int) -> Tensor:
 
 
 def shard_sequence(x: Tensor, layout: str, rank: int, P: int, dim: int = 1) -> Tensor:
-    """The part of x that `rank` holds: [B, S, ...] -> [B, S/P, ...]."""
+    """The shard of x on `rank`: [B, S, ...] -> [B, S/P, ...]."""
     return x.index_select(dim, layout_positions(layout, x.shape[dim], rank, P).to(x.device))
 
 
 def next_token_labels(tokens: Tensor) -> Tensor:
-    """The label of a token is the next token of the *whole* sequence [B, S]; the last has none.
+    """The label of a token is the next token of the *full* sequence [B, S]; the last has none.
 
-    Shift first, split afterwards: the label of the last token of a chunk is the first token of the following chunk,
-    which another rank holds.
+    Shift first, then split, because the label of a chunk's last token is the first token of the next chunk,
+    which is on another rank.
     """
     return torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)), dim=1)
 
 
 class Block(NamedTuple):
-    """The part of (my queries) x (the keys of one owner) that the causal mask leaves: a rectangle of rows and columns,
-    either whole or a square of which the lower triangle counts. No other mask is needed, in any layout."""
+    """The visible part of (my queries) x (the keys of one owner): a rectangle of rows and columns, or if
+    `causal` the lower triangle of a square. No layout needs any other mask."""
 
     rows: slice
     columns: slice
@@ -134,15 +134,15 @@ class Block(NamedTuple):
 
 
 def block_of(layout: str, rank: int, owner: int, length: int, causal: bool) -> Block | None:
-    """What the queries of `rank` see of the keys of `owner`, `length` tokens each; None if nothing."""
+    """The visible part of the keys of `owner` for the queries of `rank`, `length` tokens each, or None."""
     all_tokens, half = slice(None), length // 2
-    if not causal or owner == rank:  # its own tokens ascend, so the mask among them is the ordinary triangle
+    if not causal or owner == rank:  # a rank's own tokens ascend, so their mask is the ordinary triangle
         return Block(all_tokens, all_tokens, causal)
     earlier = owner < rank
     # --- exercise 5.22: what is left of a block of another rank under the causal mask ---
-    if layout == "zigzag":  # my two chunks see its first one, or my second chunk sees both of its
+    if layout == "zigzag":  # my two chunks see the owner's first, or my second chunk sees both of the owner's
         return Block(all_tokens, slice(half), False) if earlier else Block(slice(half, None), all_tokens, False)
-    if layout == "striped":  # my i-th token sees its j-th if j <= i, or, of a later stripe, j < i
+    if layout == "striped":  # my token i sees the owner's token j if j <= i, or j < i if its stripe is later
         if earlier:
             return Block(all_tokens, all_tokens, True)
         return Block(slice(1, None), slice(length - 1), True) if length > 1 else None
@@ -154,10 +154,10 @@ def block_of(layout: str, rank: int, owner: int, length: int, causal: bool) -> B
 
 
 class LocalAttention(NamedTuple):
-    """Attention to one block, as any FlashAttention kernel offers it. `causal`: of a square, query i sees keys 0..i.
+    """Attention to one block, with the interface of FlashAttention kernels. `causal`: query i sees keys 0..i.
 
     forward   (q, k, v, *, causal) -> out [B, s, N, D], lse [B, N, s]               lse in fp32 (fp64 for fp64)
-    backward  (dout, q, k, v, out, lse, *, causal) -> dq, dk, dv                    out and lse are those of *all* keys
+    backward  (dout, q, k, v, out, lse, *, causal) -> dq, dk, dv                    out, lse over *all* keys
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -167,7 +167,7 @@ class LocalAttention(NamedTuple):
 def block_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q kᵀ / sqrt(D), -inf above the diagonal if causal; q [B, s, N, D], k [B, t, N_kv, D] -> [B, N_kv, G, s, t].
 
-    The G query heads of a group meet their K/V head in the einsum: K is never expanded to N heads.
+    The einsum pairs the G query heads of a group with their K/V head, so K is never expanded to N heads.
     """
     grouped = at_least_fp32(q).unflatten(2, (k.shape[2], -1))  # [B, s, N, D] -> [B, s, N_kv, G, D]
     scores = torch.einsum("bshgd,bthd->bhgst", grouped, at_least_fp32(k)) / math.sqrt(q.shape[-1])
@@ -188,10 +188,10 @@ def explicit_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[
 
 
 def merge(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of both parts, from attention to each: out [B, s, N, D], lse [B, N, s], in fp32 or better.
+    """Attention to all keys of two parts, from attention to each: out [B, s, N, D], lse [B, N, s], >= fp32.
 
-    A softmax over both divides by e^lse + e^lse_block, so each output weighs e^(its lse - the new lse). Only
-    differences are exponentiated: an LSE of 1000 is harmless, e^1000 is not. A row without a key has lse = -inf.
+    A softmax over both divides by e^lse + e^lse_block, so each output has weight e^(its lse - the new lse).
+    Only differences are exponentiated, because e^1000 would overflow. A row without a key has lse -inf.
     """
     out, lse, out_block, lse_block = (at_least_fp32(x) for x in (out, lse, out_block, lse_block))
     # --- exercise 5.23: merge two partial softmaxes ---
@@ -206,9 +206,9 @@ def merge(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> tup
 def explicit_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of dq, dk, dv in fp32 or better (FlashAttention-2, algorithm 2).
+    """This block's part of dq, dk, dv in fp32 or better (FlashAttention-2, algorithm 2).
 
-    With the LSE of all keys, exp(score - lse) is the final softmax weight: a block needs nothing of the other blocks.
+    With the LSE of all keys, exp(score - lse) is the final softmax weight: a block needs no other blocks.
     """
     kv_heads = k.shape[2]
     q_, k_, v_, dout_, out_ = (at_least_fp32(x) for x in (q, k, v, dout, out))
@@ -228,30 +228,30 @@ def explicit_backward(
 EXPLICIT = LocalAttention(explicit_forward, explicit_backward)
 
 
-# --------------------------------------------------------- two ways in which K/V come and their gradients go home
+# ------------------------------------------- two ways to receive K/V and to send their gradients to the owner
 
 
 class AllGather:
-    """Version 1: all K/V at once, and one reduce-scatter for their gradients. Holds P blocks of each."""
+    """Version 1: one all-gather for K/V, one reduce-scatter for their gradients. Stores P blocks of each."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.contributions: Tensor | None = None
 
     def blocks(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(owner, its K/V) of every rank; kv [2, B, S/P, N_kv, D] is this rank's."""
+        """(owner, its K/V) for every rank; kv [2, B, S/P, N_kv, D] is this rank's."""
         everything = kv.new_empty(self.group.size(), *kv.shape)
         all_gather(everything.flatten(0, 1), kv, group=self.group)  # -> [P, 2, B, S/P, N_kv, D]
         yield from enumerate(everything)
 
     def send_home(self, owner: int, gradient: Tensor) -> None:
-        """This rank's part of the gradient of `owner`'s K/V; `gradient` is the caller's and will be overwritten."""
+        """Copy this rank's part of the gradient of `owner`'s K/V, because the caller reuses `gradient`."""
         if self.contributions is None:
             self.contributions = gradient.new_empty(self.group.size(), *gradient.shape)
         self.contributions[owner] = gradient
 
     def collect(self) -> Tensor:
-        """The gradient of this rank's K/V: the sum of what all ranks sent home."""
+        """The gradient of this rank's K/V: the sum of the parts of all ranks."""
         assert self.contributions is not None
         home = torch.empty_like(self.contributions[0])
         reduce_scatter(home, self.contributions.flatten(0, 1), group=self.group)  # a sum over query rows
@@ -259,24 +259,24 @@ class AllGather:
 
 
 class Ring:
-    """Version 2: blocks travel from rank to rank. Each message is posted before the computation that hides it.
+    """Version 2: blocks are sent around a ring. Each message starts before the computation that hides it.
 
-    Both directions of a round are posted together: if each rank first sent and then received, all would wait for a
-    neighbour that is not listening.
+    Send and receive of a round start together: if each rank sent before it received, all would wait for a
+    neighbour that does not receive yet.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         self.home: Tensor | None = None  # the gradient of my own K/V
-        self.parcel: Any = None  # a gradient under way
+        self.parcel: Any = None  # a gradient in flight
 
     def post(self, tensor: Tensor) -> Any:
-        """Start to send `tensor` to the next rank and to receive its like from the previous one."""
+        """Start to send `tensor` to the next rank and to receive one of its shape from the previous rank."""
         received = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(self.rank + 1) % self.size)
         receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.size)
-        return dist.batch_isend_irecv([send, receive]), tensor, received  # `tensor` must live until it is sent
+        return dist.batch_isend_irecv([send, receive]), tensor, received  # `tensor` must live until sent
 
     def wait(self, parcel: Any) -> Tensor:
         works, _, received = parcel
@@ -285,9 +285,9 @@ class Ring:
         return received
 
     def blocks(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(owner, its K/V), the own one first. While the caller works on a block, the next one is on its way.
+        """(owner, its K/V), starting with this rank's. While the caller uses a block, the next is in flight.
 
-        Two blocks are alive, no third one, if the caller lets go of a block before it asks for the next.
+        At most two blocks are alive if the caller deletes a block before it requests the next.
         """
         # --- exercise 5.25: the rounds of the ring; compute and communication overlap ---
         for step in range(self.size):
@@ -296,23 +296,23 @@ class Ring:
             yield (self.rank - step) % self.size, kv
             if not last:
                 kv = self.wait(parcel)
-                parcel = None  # it holds the block that was sent, which would be a third one when the next is posted
+                parcel = None  # else the sent block would be the third alive when the next message starts
         # --- end exercise ---
 
     def send_home(self, owner: int, gradient: Tensor) -> None:
-        """Add this rank's part to the gradient that travels behind the block of `owner`, and pass it on.
+        """Add this rank's part to the received gradient of `owner`'s block, and send it on.
 
-        A block starts its trip at its owner, and its gradient one rank later, so that after P - 1 hops it is home; the
-        owner's own part waits there. `copy=True`, because `gradient` is the caller's work space, overwritten in the
-        next round, and `.to(float32)` of a tensor that is fp32 already is the same tensor, not a copy.
+        A block starts at its owner and its gradient one rank later, so that it reaches the owner after P - 1
+        hops; the owner's own part is stored there. `copy=True`, because the caller overwrites `gradient` in
+        the next round, and `.to(float32)` of an fp32 tensor returns the same tensor, not a copy.
         """
-        # --- exercise 5.26: dK and dV travel home, accumulated in fp32 ---
+        # --- exercise 5.26: dK and dV are sent to their owner, accumulated in fp32 ---
         wide = torch.promote_types(gradient.dtype, torch.float32)
         if owner == self.rank:
             self.home = gradient.to(wide, copy=True)
             return
         arrived = None if self.parcel is None else self.wait(self.parcel)
-        self.parcel = None  # with it goes what was sent in the last round, before the next message needs its memory
+        self.parcel = None  # frees the tensor sent in the last round, before the next message needs memory
         travelling = gradient.to(wide, copy=True) if arrived is None else arrived.add_(gradient)
         self.parcel = self.post(travelling)
         # --- end exercise ---
@@ -323,10 +323,10 @@ class Ring:
 
 
 class AttentionToBlocks(torch.autograd.Function):
-    """Attention of my queries to the K/V of all ranks, however these come (`Transport` is AllGather or Ring).
+    """Attention of my queries to the K/V of all ranks, received by `Transport` (AllGather or Ring).
 
-    Autograd keeps q, k, v, out and the LSE of this rank's own tokens. The K/V of the other ranks are fetched again in
-    backward: to keep them would be to keep the whole sequence, in every layer, on every rank.
+    Autograd saves q, k, v, out and the LSE of this rank's own tokens. The K/V of the other ranks are received
+    again in backward, because saving them would store the full sequence in every layer on every rank.
     """
 
     @staticmethod
@@ -334,10 +334,10 @@ class AttentionToBlocks(torch.autograd.Function):
         out = torch.zeros_like(at_least_fp32(q))
         lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf)  # [B, N, S/P]: no key seen so far
         for owner, block in Transport(group).blocks(torch.stack((k, v))):
-            for rows, columns, causal in plan[owner]:  # if wholly masked, none; but the block has to travel on
+            for rows, columns, causal in plan[owner]:  # empty if all is masked; the block is still sent on
                 part = local.forward(q[:, rows], *block[:, :, columns], causal=causal)
                 out[:, rows], lse[:, :, rows] = merge(out[:, rows], lse[:, :, rows], *part)
-            del block  # or it would be alive while the one after the next is on its way: three in all
+            del block  # or three would be alive while the one after the next is in flight
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.arguments = Transport, group, plan, local
@@ -348,7 +348,7 @@ class AttentionToBlocks(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         Transport, group, plan, local = ctx.arguments
         transport, dq = Transport(group), torch.zeros_like(at_least_fp32(q))
-        dkv = dq.new_zeros(2, *k.shape)  # my part of the gradient of one block, in fp32 like dq; used for each in turn
+        dkv = dq.new_zeros(2, *k.shape)  # my part of one block's gradient, fp32 like dq, reused for each
         for owner, block in transport.blocks(torch.stack((k, v))):
             dkv.zero_()
             for rows, columns, causal in plan[owner]:
@@ -363,8 +363,8 @@ class AttentionToBlocks(torch.autograd.Function):
 
 
 def plan_of(layout: str, rank: int, P: int, length: int, causal: bool) -> list[list[Block]]:
-    """For every owner, what `rank` has to compute of its block: one rectangle or triangle, or nothing. The same in
-    forward and backward. (Where documents are packed there may be several: packed_documents.py.)"""
+    """For every owner, the part of its block that `rank` computes: one rectangle or triangle, or nothing. It
+    is the same in forward and backward. (With packed documents there can be several: packed_documents.py.)"""
     blocks = (block_of(layout, rank, owner, length, causal) for owner in range(P))
     return [[] if block is None else [block] for block in blocks]
 
@@ -372,7 +372,7 @@ def plan_of(layout: str, rank: int, P: int, length: int, causal: bool) -> list[l
 def attention_over(
     Transport: type, group: dist.ProcessGroup, layout: str, local: LocalAttention, plan_of: Callable = plan_of
 ) -> Attention:
-    """A drop-in for `attention(q, k, v, *, causal)` of a model whose tokens lie over `group` in `layout`."""
+    """A drop-in for `attention(q, k, v, *, causal)` with tokens sharded over `group` in `layout`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
 
@@ -386,7 +386,7 @@ def attention_over(
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str) -> None:
-    """ValueError, in one line, for what the blocks cannot do."""
+    """ValueError, in one line, for unsupported inputs."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or 0 in x.shape:
             raise ValueError(f"{name} is {list(x.shape)}; give it [batch, tokens, heads, head dim], none of them 0")
@@ -413,12 +413,12 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str) -> 
 def allgather_attention(
     group: dist.ProcessGroup, layout: str = "zigzag", local: LocalAttention = EXPLICIT
 ) -> Attention:
-    """Version 1, as in Llama 3: fetch the K/V of all ranks, then compute."""
+    """Version 1, as in Llama 3: all-gather the K/V of all ranks, then compute."""
     return attention_over(AllGather, group, layout, local)
 
 
 def ring_attention(group: dist.ProcessGroup, layout: str = "zigzag", local: LocalAttention = EXPLICIT) -> Attention:
-    """Version 2: K/V travel while attention is computed."""
+    """Version 2: K/V are in flight while attention is computed."""
     return attention_over(Ring, group, layout, local)
 
 
@@ -429,14 +429,14 @@ VERSIONS = {"allgather": allgather_attention, "ring": ring_attention}
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """The reference's attention: PyTorch's, over the whole sequence on one rank."""
+    """The reference's attention: PyTorch's, over the full sequence on one rank."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, N, D] -> [B, N, S, D]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 
 class Model(nn.Module):
-    """Embedding, one transformer block with RoPE and grouped-query heads, and a head; `attention` is an argument."""
+    """Embedding, a transformer block with RoPE and grouped-query heads, head; `attention` is an argument."""
 
     def __init__(self, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, vocab: int = 256, causal: bool = True):
         super().__init__()
@@ -449,8 +449,8 @@ class Model(nn.Module):
         self.up, self.down = nn.Linear(hidden, 2 * hidden, bias=False), nn.Linear(2 * hidden, hidden, bias=False)
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x [B, S/P, N, D] by its tokens' positions in the whole sequence; angles in fp32 for any dtype of x:
-        bf16 has 8 bits, and cannot tell position 1000 from 1001."""
+        """Rotate x [B, S/P, N, D] by its tokens' positions in the full sequence. Angles are fp32 for any
+        dtype of x, because bf16 has 8 bits and cannot distinguish positions 1000 and 1001."""
         frequency = 10000.0 ** (-torch.arange(0, self.head_dim, 2, device=x.device).float() / self.head_dim)
         angle = (positions[:, None].float() * frequency)[:, None]  # [S/P, 1, D/2]
         a, b = x.chunk(2, dim=-1)
@@ -474,15 +474,15 @@ def loss_sum(model: Model, tokens: Tensor, labels: Tensor, positions: Tensor, at
 def train_step(
     model: Model, tokens: Tensor, positions: Tensor, attention: Attention, group: dist.ProcessGroup
 ) -> Tensor:
-    """One step on whole sequences, tokens [B, S], of which this rank computes those at `positions` [S/P]. Returns the
-    loss of the whole and leaves in each p.grad its gradient.
+    """One step on full sequences, tokens [B, S], of which this rank computes `positions` [S/P]. Returns the
+    loss of the full sequences, and accumulates its gradient in each p.grad.
 
-    A parameter is used by the tokens of all ranks, so its gradient is the *sum* of what the ranks of the context group
-    find, also when there is only one data-parallel rank. The division by the valid tokens is all the scaling there is.
+    The tokens of all ranks use a parameter, so its gradient is the *sum* over the ranks of the context group,
+    even with only one data-parallel rank. The only scaling is the division by the number of valid tokens.
     """
     labels = next_token_labels(tokens)[:, positions]  # [B, S] -> [B, S/P]
     valid = (labels != IGNORE).sum()
-    dist.all_reduce(valid, group=group)  # tokens of the whole sequences, not of this rank
+    dist.all_reduce(valid, group=group)  # tokens of the full sequences, not of this rank
     loss = loss_sum(model, tokens[:, positions], labels, positions, attention) / valid
     loss.backward()
     for p in model.parameters():
@@ -500,12 +500,12 @@ def text(B: int, S: int, step: int = 0) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------- demo
 
-WHOLE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "alltoall_base_": 1}  # collective: its whole tensor's place
+WHOLE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "alltoall_base_": 1}  # index of the full tensor
 
 
 class Wire(TorchDispatchMode):
-    """Counts the bytes this rank sends inside `attention`: messages as they are, collectives of `size` ranks by their
-    ring algorithms, in which (P-1)/P of the whole tensor leave each rank; of unequal rows all but those for itself."""
+    """Counts the bytes this rank sends inside `attention`: messages exactly, collectives of `size` ranks by
+    their ring algorithms, (P-1)/P of the full tensor; with unequal rows, all rows for other ranks."""
 
     def __init__(self, size: int, rank: int = 0):
         super().__init__()
@@ -523,7 +523,7 @@ class Wire(TorchDispatchMode):
 
 
 def pairs_of(layout: str, S: int, rank: int, P: int, causal: bool) -> int:
-    """(query, key) pairs that `rank` has to compute for one head: the work of attention, by closed formulas."""
+    """(query, key) pairs that `rank` computes for one head, the work of attention, by closed formulas."""
     s = S // P
     if not causal:
         return s * S
@@ -535,7 +535,7 @@ def pairs_of(layout: str, S: int, rank: int, P: int, causal: bool) -> int:
 
 
 def counting(local: LocalAttention, count: list[int]) -> LocalAttention:
-    """The same local attention; the (query, key) pairs of every forward block are added to count[0]."""
+    """The same local attention, which also adds the (query, key) pairs of every forward block to count[0]."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         s, t = q.shape[1], k.shape[1]
@@ -557,8 +557,8 @@ def against_reference(
     labels_of: Callable[[Tensor], Tensor] = next_token_labels,
     positions: Tensor | None = None,
 ) -> float:
-    """Three SGD steps of `model` by `step_of(model, tokens)` and of the unsharded model: the largest relative error of
-    the losses, all gradients and all weights. Plain SGD, because Adam would forgive a wrong scale."""
+    """The largest relative error of losses, gradients and weights in three SGD steps of `model`, made by
+    `step_of(model, tokens)`, against the unsharded model. Not Adam, which would hide a wrong scale."""
     unsharded, errors = deepcopy(model), []
     everywhere = torch.arange(S, device=model.lm_head.weight.device) if positions is None else positions
     for step in range(3):
@@ -597,7 +597,7 @@ def check_model_options(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error(f"--heads {args.heads}: use 1 to 1024")
     if args.kv_heads < 1 or args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
-    if args.seq < 3:  # of 2 tokens only the first has a label, and it sees itself alone: q and k have no gradient
+    if args.seq < 3:  # of 2 tokens only the first has a label, and sees only itself: q and k have no gradient
         parser.error(f"--seq {args.seq} is too short for a token with a label to see another; use 3 or more")
     if args.seq > 16384:
         parser.error(f"--seq {args.seq}: the reference writes down all scores of it; use 16384 or less")
@@ -616,7 +616,7 @@ def parse_arguments() -> argparse.Namespace:
     add_model_options(parser)
     args = parser.parse_args()
     check_model_options(parser, args)
-    try:  # what divides for zigzag divides for all
+    try:  # a length that fits zigzag fits all layouts
         check_layout(
             "zigzag" if args.layout == "all" else args.layout, args.seq, int(os.environ.get("WORLD_SIZE", "1"))
         )
@@ -626,12 +626,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every asked version beside the reference; prints the table on rank 0 and returns what is wrong."""
+    """Every requested version next to the reference; prints the table on rank 0 and returns what is wrong."""
     rank, P, causal, S = dist.get_rank(group), dist.get_world_size(group), args.attention == "causal", args.seq
     dtype, tolerance = (torch.float64, 1e-10) if args.dtype == "float64" else (torch.float32, 1e-5)
     torch.manual_seed(0)
     start = Model(args.heads, args.kv_heads, causal=causal).to(device, dtype)
-    kv = 2 * 2 * S * args.kv_heads * start.head_dim * dtype.itemsize  # K and V of 2 whole sequences; gradients likewise
+    kv = 2 * 2 * S * args.kv_heads * start.head_dim * dtype.itemsize  # K and V of 2 sequences; gradients too
     wrong: list[str] = []
     if rank == 0:
         print(
@@ -644,7 +644,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             attention = VERSIONS[version](group, layout, counting(EXPLICIT, count))
             positions = layout_positions(layout, S, rank, P).to(device)
             step = partial(train_step, positions=positions, attention=attention, group=group)
-            with Wire(P) as wire:  # what attention sends; the all-reduce of gradients is the subject of chapter 2
+            with Wire(P) as wire:  # of attention; the all-reduce of gradients is chapter 2's subject
                 error = against_reference(deepcopy(start), step, S)
             found: list = [None] * P
             dist.all_gather_object(found, (error, count[0] // 3, wire.bytes // 3), group=group)  # of one step
@@ -664,7 +664,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
 
 
 def run(args: argparse.Namespace, demo: Callable[..., list[str]]) -> int:
-    """Start the process group, run the demo, print the verdict on rank 0."""
+    """Start the process group, run the demo, print PASS or FAIL on rank 0."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
     alone: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}

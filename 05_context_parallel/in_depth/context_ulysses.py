@@ -1,12 +1,12 @@
-"""Context parallelism II: Ulysses, which swaps a share of the sequence for a share of the heads; and Ulysses x ring.
+"""Context parallelism II: Ulysses, which turns a sharded sequence into sharded heads; and Ulysses x ring.
 
-Problem. In ring attention every rank sees all keys and values pass, so what it sends grows with the sequence, and the
-local attention must know which block it is looking at. A sliding window, a block-sparse pattern or cross attention
-would each need a ring of its own.
+Problem. In ring attention every rank receives all keys and values, so the bytes it sends grow with the
+sequence, and the local attention depends on the block. A sliding window, a block-sparse pattern or cross
+attention would each need a ring of its own.
 
-Idea. Attention heads do not know of each other. Between the projections every rank has some tokens and all heads; one
-all-to-all turns this into all tokens and some heads. Any attention kernel for one device does the rest, unchanged, and
-a second all-to-all brings the output back.
+Idea. Attention heads are independent. After the projections every rank has some tokens of all heads. An
+all-to-all turns this into all tokens of some heads, for which any attention kernel for one device can be used
+unchanged. A second all-to-all returns the output to the first form.
 
     before            q, k, v  [B, S/P, N, D]            after             [B, S, N/P, D]
               heads    0    1    2    3                          heads     0    1    2    3
@@ -15,25 +15,25 @@ a second all-to-all brings the output back.
       tokens 8..11   | rank 2            |  ---------->  tokens 8..11    | n | n | n | n |
       tokens 12..15  | rank 3            |               tokens 12..15   | 0 | 1 | 2 | 3 |
 
-What a rank sends per layer and forward pass, in elements (M = S·H, batch 1; backward the same). The paper's form, left,
-counts whole messages; (P-1)/P of that really leaves the rank:
+Elements that a rank sends per layer in forward (M = S·H, batch 1; backward the same). The paper's form, left,
+counts full messages, of which (P-1)/P are sent to other ranks:
     Ulysses, N K/V heads     4M/P                                       2309.14509, section 3.2
-    Ulysses, N_kv K/V heads  (2 + 2 C/N) M/P                            C: K/V heads that all ranks get, each those it
-    Megatron's sequence par. 4M                                         needs: max(N_kv, P) if one divides the other
-    ring attention           2 (P-1)/P · N_kv/N · M                     constant in P too, not falling
-If sequence and ranks grow together, M/P stays the same: Ulysses sends as much as before, the others ever more.
+    Ulysses, N_kv K/V heads  (2 + 2 C/N) M/P                            C: K/V heads needed, over all ranks;
+    Megatron's sequence par. 4M                                         max(N_kv, P) if one divides the other
+    ring attention           2 (P-1)/P · N_kv/N · M                     also constant in P, not falling
+If sequence and ranks grow together, M/P is constant: Ulysses sends as much as before, the others ever more.
 
-q, k and v need not go one by one: `together=True` sends them as one message, 2 all-to-alls in place of 4, of as many
-bytes. P need not divide N either: 6 heads on 4 ranks are 1, 2, 1 and 2 (always one message then).
+`together=True` sends q, k and v as one message, with 2 all-to-alls instead of 4 and the same bytes. P need
+not divide N: 6 heads on 4 ranks are 1, 2, 1 and 2 (then always as one message).
 
-The limit: N heads are enough for N ranks. USP (2405.07719) puts the ranks in a rectangle, Ulysses along its rows and a
-ring along its columns: P = R · U with U <= N. The all-to-all stays inside a node, the ring crosses nodes.
+The limit: N heads are enough for N ranks. USP (2405.07719) arranges ranks in a mesh, with Ulysses in rows and
+a ring in columns: P = R · U with U <= N. The all-to-all is inside a node, the ring crosses nodes.
 
 Run it:
     python context_ulysses.py                                                     one rank, CPU or GPU
-    torchrun --nproc_per_node 4 context_ulysses.py                                gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 context_ulysses.py                                Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 context_ulysses.py --version ulysses --attention window
-    python context_ulysses.py --cost-model                                        predicted times beside the paper's
+    python context_ulysses.py --cost-model                                        times, predicted, published
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -91,7 +91,7 @@ def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: all tokens of some heads -> some tokens of all heads, [B, S, N/P, D] -> [B, S/P, N, D]."""
+    """The inverse: all tokens of some heads -> some tokens of all heads, [B, S, N/P, D] -> [B, S/P, N, D]."""
     P = group.size()
     # --- exercise 5.28: the inverse ---
     pieces = x.unflatten(1, (P, -1)).permute(1, 0, 2, 3, 4).contiguous()  # [P, B, S/P, N/P, D]: piece r is for rank r
@@ -102,8 +102,8 @@ def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Swap(torch.autograd.Function):
-    """`there(x)`, with `back` for the gradient. An all-to-all only moves elements, so its transpose is its inverse: the
-    gradient of an element goes back to where the element came from, unscaled."""
+    """`there(x)`, with `back` for the gradient. An all-to-all is a permutation, so its transpose is its
+    inverse: an element's gradient is sent back to the element's source, unscaled."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Callable, back: Callable) -> Tensor:
@@ -116,25 +116,25 @@ class Swap(torch.autograd.Function):
 
 
 def query_heads_of(rank: int, P: int, N: int) -> range:
-    """The query heads of `rank`: N/P neighbours, or one more or less if P does not divide N."""
+    """The query heads of `rank`: N/P consecutive ones, or one more or less if P does not divide N."""
     return range(rank * N // P, (rank + 1) * N // P)
 
 
 def kv_heads_of(rank: int, P: int, N: int, N_kv: int) -> list[int]:
-    """The K/V heads that `rank` of P needs: those of its query heads, each once.
+    """The K/V heads that the query heads of `rank` of P use, each once.
 
-    If P divides N_kv they are N_kv/P heads, and no head goes to two ranks. If N_kv divides P it is one. If neither,
-    ranks get different numbers: of N = 12, N_kv = 4 on 6 ranks 1, 2, 1, 1, 2, 1.
+    If P divides N_kv there are N_kv/P, and no head is sent to two ranks. If N_kv divides P there is one. If
+    neither, ranks get different numbers: for N = 12, N_kv = 4 on 6 ranks 1, 2, 1, 1, 2, 1.
     """
     # --- exercise 5.29: the K/V heads that a rank needs, and no more ---
     queries = query_heads_of(rank, P, N)
-    return sorted({head * N_kv // N for head in queries})  # N/N_kv neighbours share one
+    return sorted({head * N_kv // N for head in queries})  # N/N_kv consecutive query heads share one
     # --- end exercise ---
 
 
 def repeated_kv_heads(rank: int, P: int, N: int, N_kv: int) -> list[int] | None:
-    """None if the K/V heads of `rank` serve equally many of its query heads each, which any kernel knows. If not, which
-    of them each query head uses (0 0 1, say): K and V have to be repeated so, after they were sent."""
+    """None if the K/V heads of `rank` have equally many query heads, as any kernel supports. Otherwise the
+    index of each query head's K/V head (0 0 1, say): K and V have to be repeated so after the all-to-all."""
     mine, queries = kv_heads_of(rank, P, N, N_kv), query_heads_of(rank, P, N)
     uses, n = [mine.index(head * N_kv // N) for head in queries], len(queries)
     return None if n % len(mine) == 0 and uses == [i * len(mine) // n for i in range(n)] else uses
@@ -143,8 +143,8 @@ def repeated_kv_heads(rank: int, P: int, N: int, N_kv: int) -> list[int] | None:
 class SwapKV(torch.autograd.Function):
     """K or V: some tokens of all heads -> all tokens of the heads that a rank needs, [B, S/P, N_kv, D] -> [B, S, m, D].
 
-    `heads[r]` goes to rank r, so that a head may go to several ranks; in backward the gradients that come back from
-    these are summed, in fp32 or better."""
+    `heads[r]` is sent to rank r, so a head may be sent to several ranks. Backward receives a gradient from
+    each of them and sums these in fp32 or better."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, heads: list[list[int]]) -> Tensor:
@@ -169,14 +169,14 @@ class SwapKV(torch.autograd.Function):
         return home.to(dx.dtype).movedim(0, 2), None, None
 
 
-Heads = list[tuple[list[int], list[int], list[int]]]  # for each rank, those of q, of k and of v that it gets
+Heads = list[tuple[list[int], list[int], list[int]]]  # for each rank, its heads of q, of k and of v
 
 
 class SwapTogether(torch.autograd.Function):
-    """q, k and v in one message: some tokens of all heads -> all tokens of the heads that a rank gets. Ranks may get
-    different numbers of them, and a K/V head may go to several: in backward its gradients are summed in fp32 or better.
+    """q, k and v in one message: some tokens of all heads -> all tokens of the rank's heads. Ranks may get
+    different numbers of heads. If several ranks get a K/V head, backward sums its gradients in >= fp32.
 
-    An all-to-all knows no shapes, only how many numbers go to each rank: q, k and v of a rank lie one after the other.
+    An all-to-all has no shapes, only a number of elements per rank: q, k and v of a rank are concatenated.
     """
 
     @staticmethod
@@ -189,7 +189,7 @@ class SwapTogether(torch.autograd.Function):
         sizes = [sum(x.numel() for x in piece) for piece in pieces]
         message = torch.cat([x for piece in pieces for x in piece])
         shapes = [(x.shape[0], x.shape[1], len(of), x.shape[3]) for x, of in zip(qkv, mine, strict=True)]
-        counts = [B * tokens * n * D for B, tokens, n, D in shapes]  # all ranks hold equally many tokens
+        counts = [B * tokens * n * D for B, tokens, n, D in shapes]  # all ranks have equally many tokens
         received = message.new_empty(P * sum(counts))
         dist.all_to_all_single(received, message, [sum(counts)] * P, sizes, group=group)
         parts = received.view(P, -1).split(counts, 1)  # [P, B · S/P · n · D], and two for k and v
@@ -216,12 +216,12 @@ class SwapTogether(torch.autograd.Function):
         pieces = iter(received.split([n for of in counts for n in of]))
         for r in range(P):
             for total, of, shape in zip(home, ctx.heads[r], shapes[r], strict=True):
-                total[:, :, of] += next(pieces).view(shape)  # a rank gets a head once: no index occurs twice
+                total[:, :, of] += next(pieces).view(shape)  # a rank gets a head once: unique indices
         return None, None, *(x.to(gradients[0].dtype) for x in home)
 
 
 class SwapBack(torch.autograd.Function):
-    """The output, of any number of heads on each rank: all tokens of some heads -> some tokens of all heads."""
+    """The output, for any number of heads per rank: all tokens of some heads -> some tokens of all heads."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, heads: list[int], out: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ class SwapBack(torch.autograd.Function):
         P, rank = group.size(), group.rank()
         pieces = out.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).contiguous()  # [P n, B, S/P, D]
         received = pieces.new_empty(sum(heads), *pieces.shape[1:])
-        dist.all_to_all_single(received, pieces, heads, [heads[rank]] * P, group=group)  # ranks hold heads in order
+        dist.all_to_all_single(received, pieces, heads, [heads[rank]] * P, group=group)  # ordered by rank
         return received.movedim(0, 2)  # [N, B, S/P, D] -> [B, S/P, N, D]
 
     @staticmethod
@@ -252,17 +252,17 @@ def check_enough_heads(heads: int, P: int) -> None:
 
 
 def check_heads(heads: int, P: int) -> None:
-    """ValueError unless P ranks can share out the query heads evenly, which a plan that takes ranks for equal needs."""
+    """ValueError unless P divides the query heads, which a plan with equal ranks requires."""
     if heads % P:
         fits = ", ".join(str(p) for p in range(1, heads + 1) if heads % p == 0)
         raise ValueError(f"{heads} query heads do not divide among {P} ranks of Ulysses; use {fits} ranks, or USP")
 
 
 def ulysses(group: dist.ProcessGroup, attention: Attention = dense_attention, *, together: bool = False) -> Attention:
-    """A drop-in for `attention(q, k, v, *, causal)` of a model whose tokens lie over `group`, contiguous.
+    """A drop-in for `attention(q, k, v, *, causal)` of a model with contiguous shards of tokens over `group`.
 
-    `attention` is any attention on one device; it meets whole sequences and some of the heads. `together` sends q, k
-    and v as one message, as is always done if the ranks get different numbers of query heads.
+    `attention` is any attention for one device; it gets full sequences of some of the heads. `together` sends
+    q, k and v as one message, which is always done if the ranks get different numbers of query heads.
     """
 
     def parallel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -297,7 +297,7 @@ def usp(
     layout: str = "zigzag",
     local: LocalAttention = EXPLICIT,
 ) -> Attention:
-    """Ulysses whose local attention is a ring: what the all-to-all puts together is one shard of the ring's layout."""
+    """Ulysses with a ring as local attention: the all-to-all assembles one shard of the ring's layout."""
     # --- exercise 5.30: one line ---
     return ulysses(ulysses_group, ring_attention(ring_group, layout, local))
     # --- end exercise ---
@@ -306,8 +306,8 @@ def usp(
 def usp_positions(layout: str, S: int, ring_rank: int, R: int, ulysses_rank: int, U: int) -> Tensor:
     """Positions of the tokens of one rank: int64 [S/(R·U)].
 
-    The sequence is laid out over the ring first, and each shard is then cut in U runs: the all-to-all puts the runs
-    one after another, and what the ring then finds must be its own layout.
+    The sequence is first sharded over the ring, then each shard is split into U runs. The all-to-all
+    concatenates these runs, and the result must be the ring's layout.
     """
     check_layout(layout, S, R)
     if S // R % U:
@@ -318,26 +318,26 @@ def usp_positions(layout: str, S: int, ring_rank: int, R: int, ulysses_rank: int
 
 
 def usp_groups(P: int, U: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's (Ulysses group, ring group) in a world of P = R · U ranks: rank = ring_rank · U + ulysses_rank, so
-    that Ulysses, which sends more, is among neighbours. ValueError unless U divides P."""
+    """This rank's (Ulysses group, ring group) in a world of P = R · U ranks: rank = ring_rank · U +
+    ulysses_rank. Ulysses sends more, so its ranks are consecutive. ValueError unless U divides P."""
     if U < 1 or P % U:
         fits = ", ".join(str(u) for u in range(1, P + 1) if P % u == 0)
         raise ValueError(f"{P} ranks are not rows of {U} ranks of Ulysses; use rows of {fits}")
     grid = torch.arange(P).view(-1, U)
     mine: list = [None, None]
     for axis, groups in enumerate((grid.tolist(), grid.T.tolist())):
-        for ranks in groups:  # every rank makes every group, in the same order
-            group = dist.new_group(ranks, timeout=timedelta(seconds=60))  # else 30 minutes, whatever the world's is
+        for ranks in groups:  # every rank creates every group, in the same order
+            group = dist.new_group(ranks, timeout=timedelta(seconds=60))  # or it would be 30 minutes
             if dist.get_rank() in ranks:
                 mine[axis] = group
     return mine[0], mine[1]
 
 
-# --------------------------------------------------------------------------- attention of other kinds, for one device
+# ------------------------------------------------------------------- other kinds of attention, for one device
 
 
 def masked(sees: Callable[[Tensor, Tensor], Tensor]) -> Attention:
-    """Attention in which query i sees key j if `sees(i, j)`, and j <= i if causal. It knows nothing of ranks."""
+    """Attention in which query i sees key j if `sees(i, j)`, and j <= i if causal. Independent of ranks."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         i, j = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
@@ -372,14 +372,14 @@ KINDS: dict[str, Attention] = {
     "cross": dense_attention,
 }
 
-# ------------------------------------------------------------------------------------------------ what it costs: bytes
+# ------------------------------------------------------------------------------------------- cost: bytes sent
 
 
 def sent_per_layer(kind: str, S: int, H: int, P: int, N: int, N_kv: int, rank: int = 0) -> int:
-    """Elements that `rank` sends in the forward pass of one layer (batch 1), exactly. All ranks send the same, except
-    in Ulysses if P does not divide N, or neither of N_kv and P divides the other.
+    """The exact number of elements that `rank` sends in the forward pass of one layer (batch 1). All ranks
+    send the same, except in Ulysses if P does not divide N, or neither of N_kv and P divides the other.
 
-    ulysses   4 all-to-alls; backward as many, of all ranks    q and out of N heads, k and v of those others need
+    ulysses   4 all-to-alls; over all ranks, backward the same  q and out of N heads, k and v as needed
     megatron  2 all-gathers and 2 reduce-scatters of [S, H]     tensor + sequence parallel (2205.05198)
     ring      P - 1 blocks of K and V                           its backward also sends dK and dV, in fp32
     """
@@ -390,7 +390,7 @@ def sent_per_layer(kind: str, S: int, H: int, P: int, N: int, N_kv: int, rank: i
     return {"megatron": 4 * N, "ring": 2 * N_kv}[kind] * per_head * (P - 1) // P
 
 
-# ------------------------------------------------------------------------------------------------- what it costs: time
+# ------------------------------------------------------------------------------------------------- cost: time
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ def step_flops(S: int, machine: Machine) -> float:
 
 
 def step_seconds(S: int, gpus: int, machine: Machine) -> dict[str, float]:
-    """Seconds of one step, by what they are spent on."""
+    """Seconds of one step, split into computation and communication."""
     P = gpus // machine.batch
     message = 2 * S * machine.hidden / P  # bytes of one all-to-all on one rank, S·H/P elements of bf16
     near, far = min(P, machine.node) - 1, max(P - machine.node, 0)  # other ranks inside the node, and outside
@@ -506,7 +506,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every asked version and kind beside the reference; prints the table on rank 0 and returns what is wrong."""
+    """Every requested version and kind next to the reference; prints a table on rank 0, returns errors."""
     rank, P, S, U = dist.get_rank(group), dist.get_world_size(group), args.seq, args.ulysses_size
     R = P // U
     ulysses_group, ring_group = usp_groups(P, U)
@@ -533,8 +533,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             step = partial(train_step, positions=positions.to(device), attention=attention, group=group)
             with Wire(swap, rank % swap) as wire:
                 error = against_reference(deepcopy(model), step, S, local)
-            # Elements of one head's dim of 2 sequences: q and out, k and v swapped, backward as many, counting heads
-            # that others need and those that come home; then the ring, which in backward sends K and V and dK/dV.
+            # In units of 2 sequences of one head's dim: q and out, k and v in all-to-alls, backward as many,
+            # with heads for others and gradients from them. The ring's backward sends K and V and dK/dV.
             heads = [len(kv_heads_of(r, swap, args.heads, args.kv_heads)) for r in range(swap)]
             n, m = len(query_heads_of(rank % swap, swap, args.heads)), heads[rank % swap]
             others, home = sum(heads) - m, m * (swap - 1)

@@ -1,27 +1,27 @@
-"""Attention to one block without its scores in memory, for whoever computes block by block: a ring, an all-gather.
+"""Attention to one block without its scores in memory, as local attention of a ring or an all-gather.
 
-Problem. `EXPLICIT` of context_ring.py writes down the scores of a piece: s t numbers for each head, in fp32. With
-16,384 tokens on a rank and 32 heads that is 34 GB, and the sequence was cut to save memory.
+Problem. `EXPLICIT` of context_ring.py stores the scores of a block: s t elements for each head, in fp32. With
+16,384 tokens on a rank and 32 heads that is 34 GB, although the sequence was split to save memory.
 
-Idea. What merges the blocks of many ranks merges tiles of one block as well. So cut the block in tiles of T x T, attend
-to one after the other, and merge. Only one tile's scores exist at a time; that is FlashAttention's forward. Backward
-needs no merge: with the final LSE every tile finds its share alone, as every rank does.
+Idea. The merge of blocks from many ranks also works for tiles of one block. So split the block into tiles of
+T x T, compute attention to one after the other, and merge. Only one tile's scores exist at a time, as in
+FlashAttention's forward. Backward needs no merge: with the final LSE tiles, like ranks, are independent.
 
-      queries   tile 0 | S00                        S = scores of a tile, T x T, one at a time; of a causal block
-                tile 1 | S10  S11                   those above the diagonal are never computed, and those on it
-                tile 2 | S20  S21  S22              are triangles again
+      queries   tile 0 | S00                        S = scores of a tile, T x T, one at a time; if causal,
+                tile 1 | S10  S11                   tiles above the diagonal are never computed, and
+                tile 2 | S20  S21  S22              tiles on it are triangles
                         keys: tile 0  1  2
 
-Three versions, each a `LocalAttention`, to be passed on as `ring_attention(group, layout, FLASH)`:
-    TILED   this file's, from the pieces of context_ring.py: any device, any dtype, in Python
+Three versions, each a `LocalAttention`, to be passed as `ring_attention(group, layout, FLASH)`:
+    TILED   this file's, from the functions of context_ring.py: any device, any dtype, in Python
     TORCH   PyTorch's own kernels, which return the LSE: on CPUs all dtypes, on GPUs bf16 and fp16
-    FLASH   TORCH where it can, else TILED: on GPUs fp32 and fp64, head dims over 256 or not a multiple of 8, and those
-            in (192, 224] on sm_86 to sm_89 and sm_120 to sm_121, whose backward raises; and GPUs before sm_80
-Chapter 9's Triton kernels have this form, too: `ring_attention(group, layout, flash_kernels.TRITON)`.
+    FLASH   TORCH if possible, else TILED: on GPUs fp32 and fp64, head dims over 256, not a multiple of 8, or
+            in (192, 224] on sm_86 to sm_89 and sm_120 to sm_121, where backward raises; and GPUs before sm_80
+Chapter 9's Triton kernels also have this form: `ring_attention(group, layout, flash_kernels.TRITON)`.
 
-Formulas, for a block of s queries and t keys, N heads of D numbers, fp32:
-    EXPLICIT   holds  2 · 4 B N s t bytes or more (scores, weights)       in backward twice that
-    TILED      holds  2 · 4 B N T T or more, whatever s and t             and 4 B s N D for the output
+Formulas, for a block of s queries and t keys, N heads of D elements, fp32:
+    EXPLICIT   stores 2 · 4 B N s t bytes or more (scores, weights)       in backward twice that
+    TILED      stores 2 · 4 B N T T or more, for any s and t              and 4 B s N D for the output
 Dao et al. 2022 (arXiv 2205.14135), algorithm 1; Dao 2023 (2307.08691), algorithms 1 and 2.
 
 Run it:
@@ -57,14 +57,14 @@ aten = torch.ops.aten
 
 
 def tiles_of(s: int, t: int, causal: bool, tile: int) -> list[tuple[slice, list[tuple[slice, bool]]]]:
-    """For each tile of queries the tiles of keys that it sees, and whether only the lower triangle of them counts."""
+    """For each tile of queries its visible tiles of keys, and whether only the lower triangle is visible."""
     rows = [slice(i, min(i + tile, s)) for i in range(0, s, tile)]
     columns = [slice(j, min(j + tile, t)) for j in range(0, t, tile)]
     return [(r, [(c, causal and c == r) for c in columns if not causal or c.start <= r.start]) for r in rows]
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, tile: int = TILE) -> tuple[Tensor, Tensor]:
-    """`explicit_forward`, a tile at a time: out [B, s, N, D], lse [B, N, s], both in fp32 or better."""
+    """`explicit_forward`, one tile at a time: out [B, s, N, D], lse [B, N, s], both in fp32 or better."""
     out = torch.zeros_like(at_least_fp32(q))
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     # --- exercise 5.33: one tile of scores at a time ---
@@ -79,7 +79,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, tile: int = 
 def tiled_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, tile: int = TILE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`explicit_backward`, a tile at a time: dq, dk, dv in fp32 or better."""
+    """`explicit_backward`, one tile at a time: dq, dk, dv in fp32 or better."""
     dq, dk, dv = (torch.zeros_like(at_least_fp32(x)) for x in (q, k, v))
     for rows, columns in tiles_of(q.shape[1], k.shape[1], causal, tile):
         for keys, triangle in columns:
@@ -105,13 +105,13 @@ TILED = tiled(TILE)
 
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:
-    """[B, s, N, D] -> [B, N, s, D], which these kernels take. A view: they read rows of D numbers wherever they lie."""
+    """[B, s, N, D] -> [B, N, s, D] for these kernels. A view, since only rows of D must be contiguous."""
     turned = (x.transpose(1, 2) for x in tensors)
     return [x if x.stride(3) == 1 else x.contiguous() for x in turned]
 
 
 def for_each_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V with as many heads as q: not all of the kernels share them, in backward above all. Never sent so."""
+    """K and V with as many heads as q, since some kernels, mostly backwards, need them. Never sent so."""
     return tuple(x.repeat_interleave(q.shape[2] // x.shape[2], 2) if x.shape[2] < q.shape[2] else x for x in (k, v))
 
 
@@ -130,7 +130,7 @@ def torch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; the gradients of the query heads that share a K/V head are summed in fp32 or better."""
     given = [*heads_first(dout, q, *for_each_query_head(q, k, v), out), lse.contiguous()]
-    if q.device.type != "cpu":  # no boundaries of documents; and no dropout, so no state of its random numbers
+    if q.device.type != "cpu":  # no document boundaries; and no dropout, so no state of the generator
         nothing = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in ((2,), ()))
         of_all = (None, None, q.shape[1], k.shape[1], 0.0, causal, *nothing)
         gradients = aten._scaled_dot_product_flash_attention_backward(*given, *of_all)
@@ -152,7 +152,7 @@ def chosen(q: Tensor) -> LocalAttention:
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256 and q.shape[3] % 8 == 0
     if q.device.type == "cuda":
         gpu = torch.cuda.get_device_capability(q.device)
-        small = (8, 6) <= gpu <= (8, 9) or (12, 0) <= gpu <= (12, 1)  # too little shared memory for one backward
+        small = (8, 6) <= gpu <= (8, 9) or (12, 0) <= gpu <= (12, 1)  # too little shared memory in backward
         fits = fits and gpu >= (8, 0) and not (small and 192 < q.shape[3] <= 224)
     return TORCH if fits else TILED
 
@@ -172,7 +172,7 @@ FLASH = LocalAttention(flash_forward, flash_backward)
 
 
 def step_of(local: LocalAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> list[Tensor]:
-    """out, lse, dq, dk, dv of one block that is all there is."""
+    """out, lse, dq, dk, dv of a single block with all keys."""
     out, lse = local.forward(q, k, v, causal=causal)
     return [out, lse, *local.backward(dout, q, k, v, out, lse, causal=causal)]
 
@@ -216,7 +216,7 @@ def main() -> int:
     for option in ("tokens", "tile"):
         if getattr(args, option) < 1:
             parser.error(f"--{option} {getattr(args, option)}: use 1 or more")
-    if not 2 <= args.tokens <= 16384:  # of one token q and k have no gradient; EXPLICIT writes down all scores
+    if not 2 <= args.tokens <= 16384:  # with one token q and k have no gradient; EXPLICIT stores all scores
         parser.error(f"--tokens {args.tokens}: use 2 to 16384")
     wrong = demo(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")

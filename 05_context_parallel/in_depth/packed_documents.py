@@ -1,11 +1,11 @@
-"""Context parallelism III: documents packed end to end in one sequence, none of which sees another.
+"""Context parallelism III: documents packed end to end in one sequence, without attention between them.
 
-Problem. Documents are shorter than the sequence, so several are packed in one. A query may see the keys of its own
-document only. A mask would say so, but a mask has S x S entries, and no kernel that is fast takes one.
+Problem. Documents are shorter than the sequence, so several are packed in one. A query may see only the keys
+of its own document. A mask could express this, but it has S x S entries, and no fast kernel supports one.
 
-Idea. No mask is needed. Cut the sequence in chunks, as every layout does. Of the queries of chunk i and the keys of
-chunk j each document leaves one rectangle: its queries there, its keys here; if i = j, a triangle. So a piece of
-attention is what it was, an ordinary call of an ordinary kernel, and there are a few more of them, which are smaller:
+Idea. No mask is needed. Split the sequence into chunks, as every layout does. In (queries of chunk i) x (keys
+of chunk j) the visible part of each document is one rectangle, or if i = j a triangle. So each part of
+attention is still an ordinary call of an ordinary kernel; there are only more calls, of smaller size:
 
       keys    chunk 0   chunk 1   chunk 2   chunk 3        documents a (5 tokens), b (6) and c (5); 0 stands for
               a a a a   a b b b   b b b c   c c c c        a pair of its triangle or rectangle
@@ -18,24 +18,24 @@ attention is what it was, an ordinary call of an ordinary kernel, and there are 
       b                 . 0 0 0
       b                 . 0 0 0 | 0
 
-Between two different chunks at most one document reaches: it has to fill all that lies between them.
+Two different chunks share at most one document, because it has to fill everything between them.
 
-Where documents begin is said as kernels want it: cu_seqlens, 0 5 11 16 above, the last number being S.
+The boundaries are given as kernels expect them: cu_seqlens, 0 5 11 16 above, with S as the last value.
 
-Who computes how much, for documents of L_1, L_2, ... tokens, in (query, key) pairs of a head:
+Work per rank, for documents of L_1, L_2, ... tokens, in (query, key) pairs of a head:
     all ranks together   sum of L (L + 1)/2                              instead of S (S + 1)/2
-    contiguous, zigzag   what falls to a rank: may be all or nothing     (zigzag balances one document, not many)
+    contiguous, zigzag   depends on the rank, from nothing to all        (zigzag balances only one document)
     each                 sum of L (L + 1)/2P on every rank               every document in zigzag by itself
     Ulysses              sum of L (L + 1)/2 for each of its heads        (a row of the mesh: as its ring)
-"each" asks that 2P divides the length of every document: whoever packs them fills them up. Ulysses is balanced,
-wherever documents end, if P divides N; if not, some ranks have a head more than others. Bytes sent are those of the
-undivided sequence: blocks go all the way round, seen or not.
-`cu_seqlens`: FlashAttention's varlen kernels. Zigzag document by document: Transformer Engine's `thd` format,
-ring-flash-attention's zigzag varlen. Masks across documents in long-context training: Llama 3, 2407.21783, section 3.2.
+"each" requires that 2P divides the length of every document, so the packing must pad them. Ulysses is
+balanced for all documents if P divides N; if not, some ranks have one head more. The bytes sent do not depend
+on documents, because every block is sent all the way round. `cu_seqlens`: FlashAttention's varlen kernels.
+Zigzag document by document: Transformer Engine's `thd` format, ring-flash-attention's zigzag varlen. Masks
+across documents in long-context training: Llama 3, 2407.21783, section 3.2.
 
 Run it:
     python packed_documents.py                                               one rank, CPU or GPU
-    torchrun --nproc_per_node 4 packed_documents.py                          gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 packed_documents.py                          Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 packed_documents.py --documents 8 24 16 --layout each
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
@@ -79,7 +79,7 @@ from context_ring import (
 from context_ulysses import check_enough_heads, query_heads_of, ulysses
 from torch import Tensor
 
-# Legend of shapes: B batch, all packed alike; S sequence, N query heads, D head dim; S/P is S sharded over the group.
+# Shapes: B batch, packed alike; S sequence, N query heads, D head dim; S/P is S sharded over the group.
 PACKED_LAYOUTS = (*LAYOUTS, "each")
 TRANSPORTS = {"allgather": AllGather, "ring": Ring}
 
@@ -90,7 +90,7 @@ def boundaries(lengths: Sequence[int]) -> list[int]:
 
 
 def check_documents(cu_seqlens: Sequence[int], layout: str, P: int) -> list[int]:
-    """cu_seqlens as a list of numbers. ValueError unless it says where documents begin, and P ranks can share them."""
+    """cu_seqlens as a list of ints. ValueError unless they are boundaries that `layout` can shard over P."""
     cu = [int(x) for x in cu_seqlens]
     if len(cu) < 2 or cu[0] != 0 or any(begin >= end for begin, end in pairwise(cu)):
         raise ValueError(
@@ -105,11 +105,11 @@ def check_documents(cu_seqlens: Sequence[int], layout: str, P: int) -> list[int]
     return cu
 
 
-# ----------------------------------------------------------------------------------------- who holds and sees what
+# ----------------------------------------------------------------------- tokens and visible keys of each rank
 
 
 def packed_positions(layout: str, cu: Sequence[int], rank: int, P: int) -> Tensor:
-    """Places in the whole sequence of the tokens that `rank` of P holds, ascending: int64 [S/P]."""
+    """Places in the full sequence of the tokens on `rank` of P, ascending: int64 [S/P]."""
     cu = check_documents(cu, layout, P)
     # --- exercise 5.31: every document in zigzag by itself ---
     if layout == "each":
@@ -120,22 +120,22 @@ def packed_positions(layout: str, cu: Sequence[int], rank: int, P: int) -> Tenso
 
 
 def places_in_documents(where: Tensor, cu: Sequence[int]) -> Tensor:
-    """How far from the beginning of their document tokens stand: what RoPE turns them by. Like `where`, [S/P]."""
+    """Positions of tokens in their documents, which RoPE uses: [S/P] like `where`."""
     begins = torch.tensor(list(cu[:-1]), device=where.device)
     return where - begins[torch.searchsorted(begins, where.contiguous(), right=True) - 1]
 
 
 def packed_labels(tokens: Tensor, cu: Sequence[int]) -> Tensor:
-    """The label of a token is the next one of its document [B, S]. The last of a document has none: what follows it is
-    the beginning of another text."""
+    """The label of a token is the next token of its document [B, S]. A document's last token has none,
+    because the next token starts another document."""
     labels = next_token_labels(tokens)
     labels[:, [end - 1 for end in cu[1:]]] = IGNORE
     return labels
 
 
 def between_chunks(i: int, j: int, length: int, cu: Sequence[int], causal: bool) -> list[Block]:
-    """What documents leave of (queries of chunk i) x (keys of chunk j), chunks of `length` tokens, counted from the
-    first of their chunk. If causal and i = j each block is a square of which the lower triangle counts."""
+    """The visible blocks of (queries of chunk i) x (keys of chunk j), for chunks of `length` tokens, with
+    indices within the chunk. If causal and i = j, each block is the lower triangle of a square."""
     # --- exercise 5.32: a rectangle or a triangle for each document ---
     blocks = []
     for begin, end in pairwise(cu):
@@ -147,8 +147,8 @@ def between_chunks(i: int, j: int, length: int, cu: Sequence[int], causal: bool)
 
 
 def between_stripes(rank: int, owner: int, P: int, cu: Sequence[int], causal: bool) -> list[Block]:
-    """The same where `rank` holds tokens rank, rank + P, ...: a document's tokens stand together there, too, and of its
-    rows and columns a triangle is left, without its diagonal if the owner's tokens come after mine."""
+    """The same if `rank` has tokens rank, rank + P, ... A document's tokens are contiguous there too, and its
+    visible part is a triangle, without the diagonal if the owner's tokens come after mine."""
     blocks = []
     for begin, end in pairwise(cu):
         (first, last), (start, stop) = ((-((r - begin) // P), -((r - end) // P)) for r in (rank, owner))
@@ -161,16 +161,16 @@ def between_stripes(rank: int, owner: int, P: int, cu: Sequence[int], causal: bo
 
 
 def shifted(block: Block, length: int, by: int) -> Block:
-    """A block of a part of `length` tokens, where this part begins at `by`."""
+    """A block within a part of `length` tokens, shifted to the part's beginning at `by`."""
     rows, columns = (range(length)[s] for s in (block.rows, block.columns))
     return Block(slice(by + rows.start, by + rows.stop), slice(by + columns.start, by + columns.stop), block.causal)
 
 
 def packed_blocks(layout: str, cu: Sequence[int], rank: int, owner: int, P: int, causal: bool = True) -> list[Block]:
-    """What the queries of `rank` see of the keys of `owner`."""
+    """The visible blocks of the keys of `owner` for the queries of `rank`."""
     if layout == "striped":
         return between_stripes(rank, owner, P, cu, causal)
-    if layout == "each":  # what context_ring.py finds for one sequence holds for each document
+    if layout == "each":  # the blocks of context_ring.py for one sequence, for each document
         blocks = []
         for begin, end in pairwise(cu):
             length = (end - begin) // P
@@ -209,9 +209,9 @@ def packed_attention(
     version: str = "ring",
     local: LocalAttention = EXPLICIT,
 ) -> Attention:
-    """All-gather or ring over packed documents: a drop-in for `attention(q, k, v, *, causal)`, as `ring_attention` is.
+    """All-gather or ring over packed documents, a drop-in for `attention(q, k, v, *, causal)`.
 
-    `cu_seqlens` is that of the whole sequence, the same on all ranks; tokens lie where `packed_positions` says."""
+    `cu_seqlens` of the full sequence is the same on all ranks; `packed_positions` shards the tokens."""
     if version not in TRANSPORTS:
         raise ValueError(f"version {version!r} is unknown; use one of {', '.join(TRANSPORTS)}")
     if layout not in PACKED_LAYOUTS:
@@ -235,8 +235,8 @@ def packed_attention(
 
 
 def in_documents(cu_seqlens: Sequence[int], attention: Attention = dense_attention) -> Attention:
-    """Any attention for one device, once for each document: what Ulysses runs between its swaps, `ulysses(group,
-    in_documents(cu_seqlens))`. A kernel that takes cu_seqlens does the same in one call."""
+    """Any attention for one device, once for each document, as in `ulysses(group, in_documents(cu_seqlens))`.
+    A kernel with cu_seqlens does the same in one call."""
     cu = check_documents(cu_seqlens, "contiguous", 1)
 
     def separate(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -251,9 +251,9 @@ def in_documents(cu_seqlens: Sequence[int], attention: Attention = dense_attenti
 def packed_step(
     model: Model, tokens: Tensor, where: Tensor, cu: Sequence[int], attention: Attention, group: dist.ProcessGroup
 ) -> Tensor:
-    """`train_step` of context_ring.py for packed documents: positions begin again, and labels end, with each."""
+    """`train_step` of context_ring.py for packed documents: positions and labels are per document."""
     labels = packed_labels(tokens, cu)
-    valid = (labels != IGNORE).sum()  # of the whole sequences: every rank has all tokens of the demo
+    valid = (labels != IGNORE).sum()  # of the full sequences, because every rank has all tokens of the demo
     logits = model(tokens[:, where], places_in_documents(where, cu), attention)
     loss = F.cross_entropy(
         at_least_fp32(logits).flatten(0, 1), labels[:, where].flatten(), ignore_index=IGNORE, reduction="sum"
@@ -271,7 +271,7 @@ def packed_step(
 
 
 def masked_attention(cu: Sequence[int]) -> Attention:
-    """The reference's: PyTorch's with the mask that all this makes unnecessary, block-diagonal and causal."""
+    """The reference's attention: PyTorch's with an explicit mask, block-diagonal and causal."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         of = torch.repeat_interleave(torch.arange(len(cu) - 1), torch.tensor(cu).diff()).to(q.device)
@@ -284,7 +284,7 @@ def masked_attention(cu: Sequence[int]) -> Attention:
 
 
 def counting_heads(attention: Attention, count: list[int]) -> Attention:
-    """The same causal attention; its (query, key) pairs, of all heads, are added to count[0]."""
+    """The same causal attention, which also adds its (query, key) pairs, of all heads, to count[0]."""
 
     def counted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         count[0] += q.shape[2] * q.shape[1] * (q.shape[1] + 1) // 2
@@ -330,12 +330,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every asked version beside the reference; prints the table on rank 0 and returns what is wrong."""
+    """Every requested version next to the reference; prints the table on rank 0 and returns what is wrong."""
     rank, P, cu = dist.get_rank(group), dist.get_world_size(group), boundaries(args.documents)
     S, dtype, tolerance = cu[-1], *((torch.float64, 1e-10) if args.dtype == "float64" else (torch.float32, 1e-5))
     torch.manual_seed(0)
     start = Model(args.heads, args.kv_heads).to(device, dtype)
-    kv = 2 * 2 * S * args.kv_heads * start.head_dim * dtype.itemsize  # K and V of 2 whole sequences; gradients likewise
+    kv = 2 * 2 * S * args.kv_heads * start.head_dim * dtype.itemsize  # K and V of 2 sequences; gradients too
     versions = [v for v in (*TRANSPORTS, "ulysses") if args.version in ("all", v)]
     cases = [(v, x) for v in versions for x in PACKED_LAYOUTS if v != "ulysses" and args.layout in ("all", x)]
     if "ulysses" in versions:
@@ -367,7 +367,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         if version == "ulysses":
             want = tuple(whole // args.heads * len(query_heads_of(r, P, args.heads)) for r in range(P))
         else:
-            predicted = 3 * kv * (P - 1) // P  # forward KV, backward KV + dKV: boundaries change no message
+            predicted = 3 * kv * (P - 1) // P  # forward KV, backward KV + dKV; independent of boundaries
             if set(sent) != {predicted}:
                 wrong.append(f"{name}: sent {sent}, predicted {predicted}")
         wrong += [f"{name}: rank {r} off by {e:.1e}" for r, e in enumerate(errors) if not e <= tolerance]
