@@ -34,9 +34,9 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
     """Tiles by head dim, for shared memory and registers of a Hopper GPU (227 KiB per program) or older.
 
     Larger tiles reuse their loads more often, until the sums of a program no longer fit its registers: [R, W]
-    in forward and dq, twice [C, W] in dk, dv. bench_flash_kernels.py --gpu tries others. On an H200 the
-    forward's tiles at D = 64 and 128 were a quarter faster than [128, 128] by 8 warps, although those at D =
-    128 leave some 112 bytes on the stack: for the masked tiles, not in the loop over the others.
+    in forward and dq, twice [C, W] in dk, dv. bench_flash_kernels.py --gpu tries others. On an H200 those of
+    the forward at D = 64 and 128 were a quarter faster than [128, 128] by 8 warps, although at D = 128 they
+    leave some 112 bytes on the stack: for the masked tiles, not in the loop over the others.
     """
     if INTERPRETED:  # small, so that short sequences have many tiles
         return Plan(Tiles(32, 16), Tiles(32, 16), Tiles(16, 32), tma=True)

@@ -90,7 +90,7 @@ for size in eval(sys.argv[2]):
 def wrong_on_gpu(names: list[str], sizes: tuple[tuple[int, ...], ...] = SIZES_ON_GPU, limit: float = 60.0) -> dict:
     """Rung -> why it is not timed. Each runs in a process of its own, all in parallel: a hang or an invalid
     write does not affect the others."""
-    if torch.version.cuda:  # built once, in parallel
+    if torch.version.cuda:  # built once for all, in parallel
         sources = sorted({_cuda.HERE / RUNGS[name].call[0] for name in names if name in RUNGS})
         _cuda.build_all(sources, _cuda.architecture(torch.cuda.get_device_capability()))
     pipes, here = dict(stderr=subprocess.PIPE, text=True), Path(ladder.__file__).parent
@@ -195,7 +195,7 @@ def draw_swizzle(axes, result) -> None:
     axes[0].set_ylabel("row of the tile")
 
 
-# L2 traffic of a block's tile. An H100 by its data sheets (sources in bench_matmul.py): multiprocessors,
+# L2 traffic of a block's tile. An H100 as published (sources: bench_matmul.py): multiprocessors,
 # bytes per cycle from L2, cycles of a wgmma of 64 x 256 x 16 at the peak.
 SMS, L2_BYTES, WGMMA_CLOCKS = 132, 5120, 128
 STRIPES = {

@@ -282,7 +282,7 @@ def dkdv_run(
     """Add the part of query tiles of head n to dk / scale and dv of a tile of keys, and to dq (if not None).
 
     The queries are `start` to `stop`; with CUT, queries from `leap` on are shifted by `over`. Scores and
-    weights are computed transposed, [C, R], and so are the left factors of dv and dk directly.
+    weights are computed transposed, [C, R], so that they are the left factors of dv and dk as they are.
     """
     # Without disable_licm the compiler computes the addresses of all the tiles' parts before the loop, and then has no
     # registers left to keep them in.

@@ -95,7 +95,7 @@ def cross_entropy_kernel(
     # --- end exercise ---
     inside = (label >= 0) & (label < vocab)
     loss = tl.log(s) - (tl.load(logits_ptr + label, mask=inside, other=0.0).to(WIDE) - m)
-    # An invalid label must not read beyond the row, nor look valid.
+    # An invalid label must not read beyond the row, and its loss is NaN.
     loss = tl.where(inside, loss, float("nan"))
     tl.store(loss_ptr + row, tl.where(label == -100, 0.0, loss))
     tl.store(m_ptr + row, m)
