@@ -44,7 +44,7 @@ class SlowMoE(nn.Module):
         picks = [chosen(row, c) for row in (s + bias).tolist()]
         room = [math.inf if c.capacity is None else math.ceil(c.capacity * c.top_k * len(x) / c.experts)] * c.experts
         kept = set()
-        for k in range(c.top_k):  # first choices stand before second choices
+        for k in range(c.top_k):  # first choices before second choices
             for t, experts in enumerate(picks):
                 if room[experts[k]] > 0:
                     room[experts[k]] -= 1

@@ -7,7 +7,7 @@ Idea. Tokens sorted by expert are also sorted by rank. Send every rank its count
 all-to-all with uneven splits; run each expert on the rows that arrived; send the outputs back the same way.
 
     E = 4, K = 1, P = 2       rank 0: experts 0, 1        rank 1: experts 2, 3
-    tokens want               a→2  b→0  c→2  d→1          p→0  q→3  r→0  s→0
+    tokens choose             a→2  b→0  c→2  d→1          p→0  q→3  r→0  s→0
     permute                   b0 d1 | a2 c2               p0 r0 s0 | q3
     all-to-all of counts      sends 1 1 | 2 0             sends 3 0 | 0 1
     all-to-all of tokens      b0 d1  p0 r0 s0             a2 c2  q3

@@ -10,7 +10,7 @@ Idea. Always send the same number of rows. Each rank has C slots for each of the
 dropped. A matmul [E/P, P C, H] x [E/P, H, F] computes all experts at once, including empty slots.
 
     E = 4, K = 1, P = 2, C = 2      rank 0: experts 0, 1        rank 1: experts 2, 3
-    tokens want                     a>2  b>0  c>2  d>1          p>0  q>3  r>0  s>0
+    tokens choose                   a>2  b>0  c>2  d>1          p>0  q>3  r>0  s>0
     slots                           b .  d . | a c  . .         p r  . . | . .  q .        s finds no slot
     all-to-all of slots             b .  d .   p r  . .         a c  . .   . .  q .
     by expert, compute              b . p r > 0,  d . . . > 1   a c . . > 2,  . . q . > 3

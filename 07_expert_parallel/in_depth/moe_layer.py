@@ -1,7 +1,7 @@
 """Expert parallelism III, the layer: a feed-forward layer with balance losses that can be recomputed.
 
-Problem. Routing and dispatch are functions. In a model they meet three things made for ordinary layers: a
-loss at the end of the network, recomputation that runs a layer twice, and a step of many micro-batches.
+Problem. Routing and dispatch are functions. A model adds three things made for ordinary layers: a loss at the
+end of the network, recomputation that runs a layer twice, and a step of many micro-batches.
 
 Idea.
   1. The balance loss is attached to the layer's output. Forward: the output is unchanged. Backward: when

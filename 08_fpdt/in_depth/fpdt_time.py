@@ -63,7 +63,7 @@ def seconds_of(op: Op, z: Sizes, h: Hardware) -> float:
         return h.copy(op.amount)
     if op.name in ("attend", "attend back"):
         t, _ = pair_seconds(z, h)
-        t = t if op.name == "attend" else 2.5 * (t - h.start) + h.start  # five products, not two
+        t = t if op.name == "attend" else 2.5 * (t - h.start) + h.start  # five matmuls, not two
         return t if op.amount == z.c**2 else t / 2
     messages = {"project": (z.heads, kv_heads, kv_heads), "to tokens": (z.heads,), "dq to tokens": (z.heads,)}
     messages["dk, dv to tokens"] = (kv_heads, kv_heads)

@@ -3,9 +3,9 @@
 //     out = softmax(q kᵀ / sqrt(D)) v,  LSE       q, out [B, S_q, N, D], k, v [B, S_k, N_kv, D] bf16; LSE [B, N, S_q]
 //
 // The problem. Per score the tensor cores do 4 D operations and the special function units one exponential.
-// Per cycle an SM does 4096 such operations (2048 bf16 multiply-adds) and 16 exponentials: a tile of 128 x 128 with
-// D = 128 is 2048 cycles of matmuls and 1024 of exponentials; with D = 64, 1024 of each. In sequence, the
-// tensor cores would be idle for a third of the time, or for half of it.
+// Per cycle an SM does 4096 such operations (2048 multiply-adds) and 16 exponentials: a tile of 128 x 128
+// with D = 128 is 2048 cycles of matmuls and 1024 of exponentials; with D = 64, 1024 of each. In sequence,
+// the tensor cores would be idle for a third of the time, or for half of it.
 //
 // The idea (FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2). Let both be busy, in two ways:
 //   between warpgroups   "ping-pong": two own 64 queries each and alternate at the tensor cores; the other

@@ -143,8 +143,7 @@ def fp8_forward(
 
 
 def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
-    """Requested sectors of 32 bytes, per query tile that sees any key: Q, and its K and V, V in full
-    tiles."""
+    """Requested sectors of 32 bytes: Q per query tile that sees any key, its K and V, V in full tiles."""
     tokens = 0
     for row, tiles in zip(range(0, S_q, ROWS), tiles_of_keys(S_q, S_k, last), strict=True):
         tokens += (min(ROWS, S_q - row) if tiles else 0) + min(tiles * KEYS, S_k) + tiles * KEYS

@@ -56,7 +56,7 @@ IGNORE = -100  # the label of a token without a target
 # From torch 2.12 on a bf16 matmul can accumulate into fp32. Before, the result is written and added in a pass
 # of its own, 16 bytes per element of d weight and chunk instead of 8, so chunks are twice as large.
 ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-CHUNK_BYTES = 2**30 if ADDS_WIDE else 2**31  # the logits of one chunk: small beside everything else
+CHUNK_BYTES = 2**30 if ADDS_WIDE else 2**31  # the logits of one chunk: small compared with everything else
 SLICE_BYTES = 2**28  # the part of d weight that is computed before it is added
 
 # -------------------------------------------------------------------------------------------------- references
