@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Legend of shapes: B batch, S sequence, H hidden, N heads, D head dim, V vocab.
-IGNORE = -100  # a label that is no target
+IGNORE = -100  # a label without a target
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """RoPE (2104.09864): every stage needs the positions, so they travel with the micro-batch and not inside x."""
+    """RoPE (2104.09864). Every stage needs the positions, so they are passed beside x, not inside it."""
     half = x.shape[-1] // 2
     angle = positions[:, None] / 10000 ** (torch.arange(half, device=x.device) / half)  # [S, D/2]
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
@@ -50,19 +50,19 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 class Stage(nn.Module):
     """Layers `layers` of the decoder; the first stage also holds the embedding, the last one the norm and the head.
 
-    A stage of all layers, first and last, is the whole model: the reference. A parameter has the same name in both.
+    A stage with all layers is the full model, the reference. A parameter has the same name in both.
     """
 
     def __init__(self, sizes: Sizes, layers: range, first: bool, last: bool, tied: bool):
         super().__init__()
-        self.wrap: Callable = lambda block: block  # here recomputation is plugged in
+        self.wrap: Callable = lambda block: block  # recomputation is plugged in here
         self.embed = nn.Embedding(sizes.vocab, sizes.hidden) if first else None
         self.blocks = nn.ModuleDict(
             {str(layer): Block(sizes) for layer in layers}
         )  # named by their number in the model
         self.norm = nn.RMSNorm(sizes.hidden) if last else None
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False) if last else None
-        with torch.no_grad():  # drawn from the name alone, so that every cut of the model starts from the same weights
+        with torch.no_grad():  # seeded by name, so that every partition starts from the same weights
             for name, p in self.named_parameters():
                 seen_as = "embed.weight" if tied and name == "head.weight" else name
                 generator = torch.Generator().manual_seed(zlib.crc32(seen_as.encode()))
@@ -84,7 +84,7 @@ class Stage(nn.Module):
 
 
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """SUM over the valid tokens: who knows the whole global batch divides."""
+    """SUM over the valid tokens. The caller divides, because it knows the full global batch."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 

@@ -1,9 +1,9 @@
-"""DualPipe's pairs by the clock: one chunk after the other and in turns, beside what `simulate` says.
+"""DualPipe's pairs, timed: in sequence and in turns, next to the prediction of `simulate`.
 
-    python 06_pipeline_parallel/in_depth/bench_overlapped_pair.py        4 processes on CPU (gloo)
+    python 06_pipeline_parallel/in_depth/bench_overlapped_pair.py        4 processes on CPU (Gloo)
 
-Parts of a stage sleep for a known time and messages take a known time, so that processes that share two cores can be
-compared with a simulation. First, on real all-to-alls, gradients and the order of events have to be right.
+Parts of a stage sleep and messages take a known time, so that processes that share two cores can be compared
+with a simulation. First gradients and the order of events, with real all-to-alls, are checked.
 """
 
 import sys
@@ -41,7 +41,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Later:
-    """A message that is there when its time has come."""
+    """A message that arrives after a given time."""
 
     def __init__(self, seconds: float):
         self.there = time.perf_counter() + seconds

@@ -1,10 +1,10 @@
 """The executor against torch.distributed.pipelining: same stages, same schedule, same ranks, one run.
 
-    python 06_pipeline_parallel/in_depth/bench_pipeline_executor.py         4 processes on CPU (gloo), or 4 GPUs (nccl)
+    python 06_pipeline_parallel/in_depth/bench_pipeline_executor.py  4 processes on CPU (Gloo) or 4 GPUs
 
-First losses and every gradient are compared with torch's; only then is anything timed. A step is zero_grad and forward
-and backward of all micro-batches. Ours and torch's steps alternate in pairs. The processes share the cores of this
-machine, so the ratio compares what is done besides computing: finding the split, starting messages, bookkeeping.
+First losses and all gradients are compared with torch's; only then is anything timed. A step is zero_grad,
+and forward and backward of all micro-batches. Our steps and torch's alternate. The processes share this
+machine's cores, so the ratio compares the overhead: finding the split, starting messages, bookkeeping.
 """
 
 import sys
@@ -35,7 +35,7 @@ PAIRS = {  # our name -> stages per rank, torch's class
 
 
 class Positioned(nn.Module):
-    """A stage that knows its positions, so that both sides can call it with one tensor."""
+    """A stage with its own positions, so that both executors can call it with one tensor."""
 
     def __init__(self, stage: int, stages: int, device: torch.device):
         super().__init__()

@@ -2,10 +2,10 @@
 
     python 06_pipeline_parallel/in_depth/bench_schedule_simulator.py
 
-A scheduler that tries many orders simulates each of them, and a trainer checks its schedule before it starts; so both
-should cost as much for the last action as for the first. First the simulator has to agree with the longest paths
-through the dependencies, computed in another way, and the checker has to refuse every schedule with an action too few,
-too many or in the wrong place; only then is anything timed. Seconds are ratios within this run.
+A scheduler that tries many orders simulates each of them, and a trainer checks its schedule before it starts.
+So the cost per action should not grow with their number. First the simulator has to agree with the longest
+paths through the dependencies, computed independently, and the checker has to reject every schedule with an
+action missing, doubled or misplaced. Only then is anything timed. Seconds are ratios within this run.
 """
 
 import sys
@@ -29,7 +29,7 @@ def actions(schedule: Schedule) -> int:
 
 
 def longest_paths(schedule: Schedule, times: Times) -> list[list[float]]:
-    """When each action ends: the longest way through what it waits for. For schedules without overlapped pairs.
+    """When each action ends: the longest path to it. For schedules without overlapped pairs.
 
     Written from the docstring of schedule_simulator.py, without its `needs`.
     """
@@ -76,7 +76,7 @@ def verify_times() -> None:
 
 
 def verify_refusals() -> None:
-    """Every action left out, doubled, or put at the front of its list is noticed."""
+    """The checker rejects every list with an action left out, doubled, or moved to the front."""
     for name, v in KINDS:
         good = build(name, 2, 4, v)
         for rank, row in enumerate(good.actions):
@@ -95,8 +95,8 @@ def verify_refusals() -> None:
 
 
 def cost(work: Callable[[Schedule], object], schedule: Schedule, unit: Schedule) -> Ratio:
-    """Seconds per action in `schedule` over those in `unit`. As many units as have the same number of actions go into
-    one measurement, so that both take about equally long."""
+    """Seconds per action in `schedule` over seconds per action in `unit`. One measurement runs as many units
+    as have the same number of actions, so both take about equally long."""
     times = max(1, round(actions(schedule) / actions(unit)))
 
     def many() -> None:

@@ -1,11 +1,11 @@
 """The schedules side by side, what memory buys in a V, and how far the automatic scheduler is from the proven optimum.
 
     python 06_pipeline_parallel/in_depth/bench_schedules.py   verify, simulate, write results/06_*schedules*, draw
-    python 06_pipeline_parallel/in_depth/bench_schedules.py --figures     draw again from the results that are there
+    python 06_pipeline_parallel/in_depth/bench_schedules.py --figures     redraw the figures from results/
 
-Nothing here is timed: what a schedule costs is computed, and the same on every machine. First every schedule is checked
-and compared with its published formula, V-Min and V-Half with what is predicted, and the search has to find the same
-from a good start and from a bad one; if one number is off, nothing is written.
+Nothing here is timed: the cost of a schedule is computed, so it is the same on every machine. First every
+schedule is compared with its published formula, and V-Min and V-Half with their predictions. The search has
+to find the same cost from a good start and from a bad one. If one number is wrong, nothing is written.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def stages_per_rank(name: str) -> int:
 
 
 def verify() -> None:
-    """Every schedule on a grid of sizes and times: valid, and its bubble and memory as published."""
+    """Check a grid of sizes and times: each schedule is valid, with the published bubble and memory."""
     for name in SCHEDULES:
         for p in (1, 2, 3, 4, 8):
             for m in (1, p, 2 * p, 4 * p + 1, 4 * p + 2):
@@ -48,7 +48,7 @@ def verify() -> None:
                     try:
                         schedule = build(name, p, m, stages_per_rank(name))
                     except ScheduleError:
-                        continue  # a size this schedule does not take
+                        continue  # this schedule does not support the size
                     check(schedule)
                     timeline = simulate(schedule, times)
                     bubble, held = published(schedule, times)
@@ -60,7 +60,7 @@ def verify() -> None:
 
 
 def verify_searches() -> None:
-    """V-Min and V-Half hold and cost what is predicted; the search finds the same from two starts."""
+    """V-Min and V-Half match their predictions; the search finds the same cost from two starts."""
     for name in ("v-min", "v-half"):
         for p in range(1, 9):
             timeline = simulate(build(name, p, 2 * p + 2, 2))
@@ -128,7 +128,7 @@ def gaps(cases: int) -> list[list]:
 
 
 def named(p: int, m: int, times: Times, limit: int) -> tuple[Timeline, str] | None:
-    """The cheapest that fits, of those with two stages on each rank."""
+    """The cheapest schedule with two stages per rank that fits the limit, and its name."""
     found = []
     for name in (*FOLDED, *LOOPED):
         try:

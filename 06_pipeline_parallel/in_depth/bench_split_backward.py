@@ -1,12 +1,12 @@
-"""What a backward in two parts costs: operations, seconds and kept bytes of F, B, W beside one ordinary backward, BW.
+"""The cost of a backward in two parts: operations, seconds, saved bytes of F, B, W, next to one backward, BW.
 
     python 06_pipeline_parallel/in_depth/bench_split_backward.py                            on a CPU: ratios
     python 06_pipeline_parallel/in_depth/bench_split_backward.py --gpu [--out DIR]   on one GPU: milliseconds and MiB
     python bench_split_backward.py --gpu --dry --out DIR   the same program on the CPU, tiny
 
-First the gradients of both parts together have to be those of one backward, and W may take the operations of the linear
-layers' weights and no more; only then is anything timed. The stage is a few decoder blocks, as they are, and with each
-block recomputed. The milliseconds are the times to give to `schedules.py --schedule auto --times`.
+First both parts together have to give the gradients of one backward, and W must take only the operations of
+the gradients of the linear weights. Only then is anything timed. The stage is a few decoder blocks, as they
+are and with each block recomputed. The milliseconds are the times for `schedules.py --schedule auto --times`.
 """
 
 import argparse
@@ -35,9 +35,9 @@ WAYS = ("kept", "recomputed")
 
 
 class Operations(TorchDispatchMode):
-    """Floating-point operations of matrix products and attention kernels, by torch's formulas.
+    """Floating-point operations of matmuls and attention kernels, by torch's formulas.
 
-    (torch's FlopCounterMode hangs hooks on modules; a block that is run again inside its backward cannot have them.)
+    (torch's FlopCounterMode puts hooks on modules, which fail for a block that runs again in its backward.)
     """
 
     total = 0
@@ -50,7 +50,7 @@ class Operations(TorchDispatchMode):
 
 
 class Blocks(nn.Module):
-    """A stage: [1, S, H] -> [1, S, H]. `way` says what autograd keeps of a block: all it needs, or its input."""
+    """A stage: [1, S, H] -> [1, S, H]. `way`: what autograd saves of a block, all it needs or its input."""
 
     def __init__(self, hidden: int, layers: int, length: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -73,14 +73,14 @@ class Bench:
         self.module, self.cuda = Blocks(hidden, layers, length, device, dtype), device.type == "cuda"
         self.x = torch.randn(1, length, hidden, device=device, dtype=dtype, requires_grad=True)
         self.grad = torch.randn_like(self.x)
-        self.of_weights = layers * 2 * length * 12 * hidden**2  # of qkv, out, up, down: 3 + 1 + 4 + 4 products
+        self.of_weights = layers * 2 * length * 12 * hidden**2  # of qkv, out, up, down: 3 + 1 + 4 + 4 matmuls
         for p in [self.x, *self.module.parameters()]:
-            p.grad = torch.zeros_like(p)  # there from the start, so that no part is charged for making it
+            p.grad = torch.zeros_like(p)  # allocated now, so that no part is charged for it
 
     def split(self, do: Callable[[str, Callable], object]) -> list[Tensor]:
-        """F, B and W, each through `do(part, call)`, which returns the result of the call. Gradients, that of x first.
+        """Run F, B, W through `do(part, call)`, which returns call's result. Returns the gradients, x first.
 
-        F hands on its place in the graph and not the numbers of y, as the executor does: they are sent, and gone.
+        F returns the edge of y in the graph but not its data, as the executor does after sending them.
         """
         self.module.zero_grad(set_to_none=False)
         output = [do("F", lambda: get_gradient_edge(self.module(self.x)))]
@@ -96,7 +96,7 @@ class Bench:
         return [self.x.grad, *(p.grad for p in self.module.parameters())]
 
     def verify(self, tolerance: float) -> dict[str, int]:
-        """Ends the program unless both parts together are one backward. Returns the operations of every part."""
+        """Exit unless both parts together equal one backward. Returns the operations of every part."""
         operations: dict[str, int] = {}
 
         def counted(part: str, call: Callable) -> object:
@@ -116,7 +116,7 @@ class Bench:
         return operations
 
     def kept(self) -> dict[str, int]:
-        """Bytes that stay after each part, besides weights, gradients, x and dx."""
+        """Bytes still allocated after each part, besides weights, gradients, x and dx."""
         found: dict[str, int] = {}
         dx = self.x.nbytes
         with peak_memory() as memory:

@@ -1,37 +1,37 @@
-"""DualPipe's pair, run for what it is: a forward and a backward at once; one computes while the other's tokens travel.
+"""DualPipe's pair, a forward and a backward at once: one computes while the other's tokens are sent.
 
-Problem. A mixture-of-experts layer sends its tokens to their experts and back, an all-to-all each way, and meanwhile
-the processor waits: in one chunk there is nothing else to do. DualPipe (arXiv 2412.19437, 3.2.1) puts an F of one
-micro-batch beside a BW of another that has nothing to do with it. But who makes the two take turns?
+Problem. A mixture-of-experts layer sends its tokens to their experts and back, an all-to-all each way.
+Meanwhile the processor waits, because one chunk has nothing else to compute. DualPipe (arXiv 2412.19437,
+3.2.1) pairs an F of one micro-batch with an independent BW of another. But how do the two alternate?
 
-Idea. Both are ordinary calls, `module(x)` and `backward()`. Let each run in a thread of its own, and let only the one
-that has the *turn* go on. Whoever starts a message passes the turn, and gets it back when the other one starts its own:
+Idea. Both are ordinary calls, `module(x)` and `backward()`. Run each in its own thread, but only one at a
+time, the one with the *turn*. A chunk that starts a message passes the turn until the other starts one:
 
     F     compute ── send ·············· arrived, compute ── send ·············· arrived, compute
     BW                 compute ── send ·············· arrived, compute ── send ·············· arrived, compute
     turn  F            BW                F                   BW                F                   BW
 
-Never do two threads run at once, so nothing needs a lock, and the order is the same on every rank and in every run.
-That matters: an all-to-all of F and one of BW go through the same group, where messages are matched by their order.
-Only random numbers come from one place for both, and where BW recomputes a dropout it sets the generator back. So
-whoever gets the turn back finds the generator as it left it, and after the pair it is as F left it.
+The two threads never run at once, so no locks are needed, and the order is the same on every rank and in
+every run. That matters because all-to-alls of F and BW use the same group, where messages are matched by
+order. The random number generator is shared, and a BW that recomputes a dropout resets it. So each chunk
+finds the generator as it left it, and after the pair it is in the state in which F left it.
 
-How a runtime offers it. `Pipeline(overlap=hook)` calls hook(forward, backward) for each pair of the schedule; torch's
-pipelining has a function registered for OVERLAP_F_B, DeepSeek's DualPipe `overlapped_forward_backward` of the module.
-`Turns.overlap` is such a hook. A hand-written interleaving of two particular layers can take its place.
+How a runtime offers it. `Pipeline(overlap=hook)` calls hook(forward, backward) for each pair of the schedule.
+torch's pipelining has a function for OVERLAP_F_B, DeepSeek's DualPipe `overlapped_forward_backward` of the
+module. `Turns.overlap` is such a hook; a hand-written interleaving can replace it.
 
-Formulas. F of parts f0, f1, ..., BW of parts b0, b1, ..., a message of t after each but the last:
+Formulas. F of parts f0, f1, ..., BW of parts b0, b1, ..., a message of time t after each but the last:
     one after the other     sum f + sum b + t (number of messages)
     as a pair               pair_time(f, b, t), for Times(pair=...): sum f + sum b if both have as many parts
                             and every part takes t or more
 
-On a GPU a host thread only starts kernels, in one stream for both chunks: the kernels that the other chunk starts
-before the turn comes back stand before the `wait` in that stream, and run while the all-to-all is under way in nccl's.
+On a GPU a host thread only launches kernels, in one stream for both chunks. The other chunk's kernels are
+launched before the `wait`, so they run while the all-to-all is in flight on NCCL's stream.
 
 Run it:
     python overlapped_pair.py                             one rank, one expert
-    torchrun --nproc_per_node 4 overlapped_pair.py        pipelines of 2 ranks, experts on 2; gloo on CPU, nccl on GPU
-The last line is PASS, or the script exits with 1 and says which number is off.
+    torchrun --nproc_per_node 4 overlapped_pair.py        pipelines of 2 ranks, experts on 2; Gloo or NCCL
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 import gc
@@ -45,7 +45,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # imported later, with a group open, it would keep that group alive
 from pipeline_executor import Pipeline
 from schedule_simulator import OneLineParser
 from schedules import build
@@ -56,25 +56,25 @@ from torch import Tensor, nn
 
 @contextmanager
 def random_numbers_of_its_own() -> Iterator[None]:
-    """Behind it random numbers go on as before it, whatever the other chunk has drawn meanwhile, or set back."""
+    """Restore the random state afterwards, whatever the other chunk has drawn or reset meanwhile."""
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         yield
 
 
 class Turns:
-    """Two calls that take turns: whoever starts a message lets the other one compute until it starts its own.
+    """Two calls that take turns: a call that starts a message lets the other compute until it starts one.
 
-    `note(chunk, event)` is told what happens, in order: chunk is "F" or "BW", event is "begins", "sends", "arrived" or
-    "ends". Where nothing runs beside it, a message is started and waited for, and noted under the chunk "".
+    `note(chunk, event)` is called for each event in order: chunk is "F" or "BW", event is "begins", "sends",
+    "arrived" or "ends". Outside a pair, a message is started and waited for under the chunk "".
     """
 
     def __init__(self, note: Callable[[str, str], None] | None = None):
         self.note = note or (lambda chunk, event: None)
-        self.turn, self.running = "", set()  # whose turn it is; which of the two are not done
+        self.turn, self.running = "", set()  # the chunk with the turn; the unfinished chunks
         self.changed = threading.Condition()
 
     def overlap(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Run both, the forward first. Raises what one of them raises, once neither runs any more."""
+        """Run both, the forward first. Raises the error of either one, after both have ended."""
         self.turn, self.running = "F", {"F", "BW"}
         raised: list[BaseException] = []
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -98,7 +98,7 @@ class Turns:
 
         thread = threading.Thread(target=second)
         thread.start()
-        run("F", forward)  # in this thread: grad mode, autocast and counters of the caller stay in force
+        run("F", forward)  # in this thread, for the caller's grad mode, autocast and counters
         with random_numbers_of_its_own():
             self.give_turn("F")
             thread.join()
@@ -111,15 +111,15 @@ class Turns:
             self.changed.wait_for(lambda: self.turn == chunk)
 
     def give_turn(self, chunk: str) -> None:
-        """To the other one, if it is not done."""
+        """Pass the turn to the other chunk, if it is not done."""
         with self.changed:
             self.turn = next(iter(self.running - {chunk}), chunk)
             self.changed.notify_all()
 
     @random_numbers_of_its_own()
     def travel(self, start: Callable[[], dist.Work]) -> None:
-        """Start a message, let the other chunk compute, and come back when the message is there."""
-        chunk = self.turn  # whoever calls this has the turn; on a GPU, backward calls from a thread of autograd's
+        """Start a message, let the other chunk compute, and return when the message has arrived."""
+        chunk = self.turn  # the caller has the turn; on a GPU, backward calls from an autograd thread
         # --- exercise 6.40: start, give the turn away, get it back, wait ---
         work = start()
         self.note(chunk, "sends")
@@ -132,7 +132,7 @@ class Turns:
 
 
 class AllToAll(torch.autograd.Function):
-    """Row block i of x goes to rank i of the group; the gradient goes back the same way."""
+    """Row block i of x is sent to rank i of the group; its gradient is sent back."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, turns: Turns) -> Tensor:
@@ -147,9 +147,9 @@ class AllToAll(torch.autograd.Function):
 
 
 def pair_time(forward: Sequence[float], backward: Sequence[float], message: float) -> float:
-    """How long two chunks take that take turns: their parts in order, a message after each part but the last."""
+    """The time of two chunks in turns: their parts in order, a message after each part but the last."""
     parts = {"F": deque(forward), "BW": deque(backward)}
-    there = {"F": 0.0, "BW": 0.0}  # when what the chunk has sent is back
+    there = {"F": 0.0, "BW": 0.0}  # when the message of the chunk arrives
     now, turn, other = 0.0, "F", "BW"
     while parts[turn]:
         now = max(now, there[turn]) + parts[turn].popleft()
@@ -163,7 +163,7 @@ def pair_time(forward: Sequence[float], backward: Sequence[float], message: floa
 
 
 class Expert(nn.Module):
-    """A layer whose tokens are computed elsewhere: token i of each e in turn goes to the expert of rank i."""
+    """A layer with remote experts: of each e consecutive tokens, token i is sent to the expert of rank i."""
 
     def __init__(self, hidden: int, layer: int, group: dist.ProcessGroup | None, turns: Turns, experts: Sequence[int]):
         super().__init__()
@@ -176,7 +176,7 @@ class Expert(nn.Module):
         """[T, H] -> [T, H]"""
         e = len(self.up) if self.group is None else self.group.size()
         rows = x.unflatten(0, (-1, e)).transpose(0, 1)  # [T, H] -> [e, T/e, H], by expert
-        if self.group is not None:  # after the first all-to-all: the T/e rows of each of e ranks for the expert here
+        if self.group is not None:  # T/e rows from each of e ranks for the expert here
             rows = AllToAll.apply(rows.flatten(0, 1), self.group, self.turns).unsqueeze(0)  # [1, T, H]
         rows = torch.tanh(rows @ self.up) @ self.down
         if self.group is not None:
@@ -189,7 +189,7 @@ def stage_of(layers: Sequence[int], hidden: int, group, turns: Turns, experts: S
 
 
 def demo(experts: int, group: dist.ProcessGroup, expert_group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """One step of DualPipeV beside the whole model; the table on rank 0 of the world."""
+    """One step of DualPipeV next to the full model. Rank 0 of the world prints the table."""
     p, hidden, tokens, depth = group.size(), 8, 4 * experts, 2
     m, mine = 2 * p + 2, expert_group.rank()
     schedule = build("dualpipe-v", p, m, 2)
@@ -217,7 +217,7 @@ def demo(experts: int, group: dist.ProcessGroup, expert_group: dist.ProcessGroup
     pairs = sum(action.overlapped for action in schedule.actions[group.rank()])
     beside = [event for event in events if event[0]]
     hidden_messages = sum(covered(beside, i) for i, event in enumerate(beside) if event[1] == "sends")
-    messages = 2 * 2 * depth * pairs  # F and BW, there and back, in each layer
+    messages = 2 * 2 * depth * pairs  # F and BW, dispatch and combine, in each layer
     found = (torch.stack(errors).max().item(), messages, hidden_messages)
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
@@ -244,7 +244,7 @@ def demo(experts: int, group: dist.ProcessGroup, expert_group: dist.ProcessGroup
 
 
 def covered(events: Sequence[tuple[str, str]], sent: int) -> bool:
-    """Does the other chunk come to compute between this message's start and its arrival?"""
+    """Does the other chunk compute between this message's start and its arrival?"""
     chunk = events[sent][0]
     arrived = next(i for i in range(sent + 1, len(events)) if events[i] == (chunk, "arrived"))
     return any(name != chunk and event in ("begins", "arrived") for name, event in events[sent:arrived])
@@ -277,7 +277,7 @@ def main() -> None:
 
 
 def run(experts: int, device: torch.device) -> list[str]:
-    """Expert groups of neighbours (0, 1), (2, 3), ...; pipelines (0, 2, ...), (1, 3, ...)."""
+    """Make expert groups (0, 1), (2, 3), ... and pipelines (0, 2, ...), (1, 3, ...)."""
     ranks, rank, limit = dist.get_world_size(), dist.get_rank(), timedelta(seconds=60)
     pipelines = [dist.new_group(range(i, ranks, experts), timeout=limit) for i in range(experts)]
     neighbours = [dist.new_group(range(i, i + experts), timeout=limit) for i in range(0, ranks, experts)]

@@ -1,37 +1,37 @@
 """Pipeline parallelism: one executor that runs any schedule, because the schedule is data.
 
-Problem. A model too large for one GPU is cut into stages, one behind the other: stage 0 has the first layers, the last
-stage the loss. Each rank must know, at any moment, which micro-batch to work on, what to wait for and what to send.
+Problem. A model too large for one GPU is split into stages: stage 0 has the first layers, the last stage the
+loss. Each rank must know, at any moment, which micro-batch to work on, what to wait for and what to send.
 
 Idea. A schedule (schedules.py) lists the actions of each rank; `programs` puts the messages between them, in an order
 that cannot deadlock. Then the executor is a loop over a list:
 
-    rank 0   F0 >  F1 >  > BW0    > BW1          >   a message: the activation goes right, its gradient comes back left
+    rank 0   F0 >  F1 >  > BW0    > BW1          >   a message: an activation forward, a gradient back
     rank 1      > F0 BW0 >  > F1 BW1 >               time goes to the right
 
-    F    take the input, run the stage, hand on the output (on the last stage: the loss), keep the graph
-    BW   take the gradient of the output, run backward, hand on the gradient of the input, let the graph go
-    B    the same for the input alone; the graph stays      W    the weights' gradients; the graph goes (split_backward)
+    F    take the input, run the stage, pass on the output (on the last stage: the loss), keep the graph
+    BW   take the gradient of the output, run backward, pass on the gradient of the input, free the graph
+    B    the same for the input only; keep the graph     W    the weights' gradients; free it (split_backward)
 
-Who holds what, on p ranks: 1/p of the layers, and between an F and its last W the activations of that stage and
-micro-batch. Each rank counts them while it runs, and the count equals that of `simulate`.
+Memory, on p ranks: each rank stores 1/p of the layers, and from F to the last W the activations of that stage
+and micro-batch. Each rank counts them while it runs, and the count equals the one of `simulate`.
 
-Why no division. The loss is  sum over tokens / valid tokens in the whole global batch,  so the losses of the m
-micro-batches add up to the loss, and their gradients, which autograd adds into `.grad`, to its gradient. A stage never
-sees m. (An engine that divides only the loss it prints has gradients that much too large: torchtitan #2972.)
+Why no division. The loss is sum over tokens / valid tokens in the full global batch. So the losses of the m
+micro-batches add up to the loss, and their gradients, summed in `.grad`, to its gradient. A stage never needs
+m. (An engine that divides only the printed loss has gradients that much too large: torchtitan #2972.)
 
 Formulas, n bytes of activations between two stages, v stages on each rank, m micro-batches:
-    sent by all ranks    2 m n (v p - 1)      forward and backward over each border between stages; none on one rank:
-                          2 m n (2p - 2) in ZB-V and DualPipeV; 2 m n (p - 1) in DualPipe, which holds each stage twice
-    bubble, activations  what `simulate` says: arXiv 1811.06965, 2104.04473, 2401.10241, 2405.15362, 2412.19437
-    sent besides         G bytes by each rank of DualPipe (G: gradients of its two stages), one tied weight by both ends
+    sent by all ranks    2 m n (v p - 1)      forward and backward between stages; none on one rank:
+                          2 m n (2p - 2) in ZB-V, DualPipeV; 2 m n (p - 1) in DualPipe, with each stage twice
+    bubble, activations  as in `simulate`: arXiv 1811.06965, 2104.04473, 2401.10241, 2405.15362, 2412.19437
+    also sent G bytes per rank of DualPipe (gradients of its two stages), a tied weight by both ends
 
 Run it:
     python pipeline_executor.py                                                      one rank, CPU or GPU
-    torchrun --nproc_per_node 2 pipeline_executor.py --schedule zb-h1                gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 2 pipeline_executor.py --schedule zb-h1                Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 4 pipeline_executor.py --schedule interleaved --stages-per-rank 2 --micro-batches 8
-Three steps of SGD beside the model in one piece. The last line is PASS, or the script exits with 1 and says which
-number is off.
+Three steps of SGD next to the full model on one process. The last line is PASS, or the script exits with 1
+and says which number is wrong.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # imported later, with a group open, it would keep that group alive
 from _pipeline_model import IGNORE, SentBytes, Sizes, Stage, make_batch, token_loss_sum
 from schedule_simulator import (
     BW,
@@ -75,18 +75,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
-# Legend of shapes: B batch, S sequence, H hidden; p ranks, m micro-batches. The executor itself looks at no dimension.
+# Legend of shapes: B batch, S sequence, H hidden; p ranks, m micro-batches. The executor uses no dimension.
 Result = tuple[str, int, int]  # (F: activation, or B: gradient; the stage that made it; micro-batch)
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
-    """Which layers a stage holds. If it does not divide, stages in the middle get one more, because the ends have the
-    embedding and the head to carry besides. Raises ValueError for fewer layers than stages."""
+    """Which layers a stage holds. Stages in the middle take the remainder, because the ends also have the
+    embedding and the head. Raises ValueError for fewer layers than stages."""
     if layers < stages:
         raise ValueError(f"{layers} layers are fewer than {stages} stages; use at least one layer for each stage")
     # --- exercise 6.29: contiguous, every layer once, sizes that differ by at most one ---
     few, more = divmod(layers, stages)
-    first_long = (stages - more + 1) // 2  # so many short stages come before the long ones
+    first_long = (stages - more + 1) // 2  # the number of short stages before the long ones
     start = stage * few + min(max(stage - first_long, 0), more)
     return range(start, start + few + (first_long <= stage < first_long + more))
     # --- end exercise ---
@@ -96,16 +96,16 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
 
 
 class Mailbox:
-    """The messages of one rank in one step: sends that nobody waits for, receives that are posted early.
+    """The messages of one rank in one step: sends without a wait, and receives that are posted early.
 
-    Messages between two ranks are matched by their order alone (nccl has no tags), so both sides must start them in the
-    same order. It is that of the program: `reach` starts what is next in line with that peer, and never something else.
+    Messages between two ranks are matched by their order alone (NCCL has no tags), so both sides must start
+    them in the same order, that of the program. `reach` starts only the next message in the queue of a peer.
 
-    What nccl does: a message occupies a stream of the GPU until the other side takes it. Started one by one, all wait
-    in one stream if the group was made with `device_id`, even those to other peers; without, there is a communicator
-    and a stream for every pair of ranks. In both, an activation stands in the way of the gradient that comes from the
-    same peer. So with `crossings` (of schedule_simulator.py, {} if there are none) all messages are in *one* line, that
-    of the program, and what crosses is one batch, which goes both ways at once. On gloo messages wait for no other.
+    NCCL: a message occupies a CUDA stream until the peer receives it. In a group made with `device_id`,
+    messages that are started one by one share one stream, even to different peers. Without it, every pair of
+    ranks has its own. In both cases an activation blocks the gradient that comes from the same peer. So with
+    `crossings` (of schedule_simulator.py, {} if there are none) all messages are in *one* queue, in program
+    order, and a crossing is one batch, sent both ways at once. On Gloo no message blocks another.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class Mailbox:
         crossings: dict[Message, tuple[Message, ...]] | None = None,
     ):
         self.rank, self.group, self.example, self.batched = rank, group, example, crossings is not None
-        self.batch: dict[Message, tuple[Message, ...]] = {}  # a crossing stands in line as this rank's first send of it
-        self.stands_for: dict[Message, Message | None] = {}  # and starts where the last of it is in the program
-        self.here: dict[Result, Tensor] = {}  # made on this rank, and not yet taken or sent
-        self.coming: dict[Result, tuple[dist.Work, Tensor, int]] = {}  # receives under way, and from whom
-        self.going: dict[int, deque[tuple[dist.Work, Tensor]]] = {}  # sends under way, to each peer
-        self.line: dict[int, deque[Message]] = {}  # not yet started, with each peer
+        self.batch: dict[Message, tuple[Message, ...]] = {}  # crossings queue as their first send here
+        self.stands_for: dict[Message, Message | None] = {}  # and start at their last message
+        self.here: dict[Result, Tensor] = {}  # made on this rank, not yet used or sent
+        self.coming: dict[Result, tuple[dist.Work, Tensor, int]] = {}  # receives in flight, and the peer
+        self.going: dict[int, deque[tuple[dist.Work, Tensor]]] = {}  # sends in flight, per peer
+        self.line: dict[int, deque[Message]] = {}  # not yet started, per peer
         for item in program:
             if isinstance(item, Message):
                 if together := (crossings or {}).get(item):
@@ -138,14 +138,14 @@ class Mailbox:
         return message.destination if message.source == self.rank else message.source
 
     def lane(self, message: Message) -> int:
-        """Which line a message stands in: one for each peer, or the only one."""
+        """The key of the queue of a message: one queue per peer, or one for all."""
         return 0 if self.batched else self.peer(message)
 
     def put(self, result: Result, tensor: Tensor) -> None:
         self.here[result] = tensor
 
     def take(self, result: Result) -> Tensor:
-        """Wait for a result. It was made here, or its receive is under way: its message comes before its use."""
+        """Wait for a result: made here, or its receive is in flight, since its message precedes its use."""
         if result in self.here:
             return self.here.pop(result)
         work, tensor, _ = self.coming.pop(result)
@@ -153,15 +153,15 @@ class Mailbox:
         return tensor
 
     def reach(self, message: Message) -> None:
-        """The program has come to this message: start it, unless it was started early."""
+        """The program has reached this message: start it, unless it was started early."""
         due = self.stands_for.get(message, message)
         if due is not None and (line := self.line[self.lane(due)]) and line[0] == due:
             self.start(line.popleft())
 
     def start_early(self) -> None:
-        """Start the next receive from each peer before it is needed, if it is the next in line and none is under way.
+        """Start the next receive from each peer early, if it is the next in the queue and none is in flight.
 
-        The sender then finds its receiver ready. One ahead is enough for that; each costs a buffer.
+        The sender then finds its receiver ready. One receive ahead suffices for that; each costs a buffer.
         """
         # --- exercise 6.30: receives ahead of the program, without leaving the line ---
         under_way = {peer for _, _, peer in self.coming.values()}
@@ -178,15 +178,15 @@ class Mailbox:
         if message.source == self.rank:
             tensor = self.here.pop(result)
             going = self.going[peer]
-            going.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))  # hold it until it has left
-            if len(going) > 2 * self.group.size():  # so old that it has left, or may be waited for: see `programs`
+            going.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))  # keep until sent
+            if len(going) > 2 * self.group.size():  # complete, or safe to wait for: see `programs`
                 going.popleft()[0].wait()
         else:
             tensor = torch.empty_like(self.example)
             self.coming[result] = dist.irecv(tensor, group=self.group, group_src=peer), tensor, peer
 
     def start_together(self, messages: tuple[Message, ...]) -> None:
-        """One message, or what crosses, as a batch: nccl takes all of it at once, gloo one after the other."""
+        """One message, or a crossing, as a batch: NCCL starts it all at once, Gloo one after the other."""
         peer, tensors, operations = self.peer(messages[0]), [], []
         for message in messages:
             mine = message.source == self.rank
@@ -195,7 +195,7 @@ class Mailbox:
             what = dist.isend if mine else dist.irecv
             operations.append(dist.P2POp(what, tensors[-1], group=self.group, group_peer=peer))
         works = dist.batch_isend_irecv(operations)
-        works = works if len(works) == len(messages) else works * len(messages)  # nccl: one for the whole batch
+        works = works if len(works) == len(messages) else works * len(messages)  # NCCL: one per batch
         for message, tensor, work in zip(messages, tensors, works, strict=True):
             if message.source == self.rank:
                 self.going[0].append((work, tensor))
@@ -215,12 +215,12 @@ class Mailbox:
 
 @dataclass
 class Held:
-    """What a rank keeps of one micro-batch in one stage, from its F until its BW or W."""
+    """What a rank stores for one micro-batch in one stage, from its F until its BW or W."""
 
-    output: GradientEdge | None  # the output's place in the graph: its numbers may go once they are sent
-    inputs: list[GradientEdge]  # the places at which B stops
+    output: GradientEdge | None  # the output's node in the graph; its data can be freed once sent
+    inputs: list[GradientEdge]  # the edges at which B stops
     x: Tensor | None  # the input, whose `.grad` BW fills
-    grad: Tensor | None  # of the loss with respect to itself: 1. None where the gradient comes from the stage above
+    grad: Tensor | None  # of the loss with respect to itself: 1. None unless this is the last stage
     weights: WeightPart | None = None  # from B until W
 
 
@@ -228,20 +228,20 @@ class Pipeline:
     """Runs a schedule on a group; `step` leaves the gradients of all micro-batches, summed, in `.grad`.
 
     schedule        of schedules.py, or any other that its checker accepts
-    stages          {(direction, stage): module} for schedule.stages_of(my rank). A stage makes one tensor of one: the
-                    first of `inputs[m]`, the others of what the stage before returned. Each gets `**extras[m]` too
+    stages          {(direction, stage): module} for schedule.stages_of(my rank). A stage maps one tensor to
+                    one: `inputs[m]`, or the output of the stage before. Each also gets `**extras[m]`
     group           its rank r is rank r of the schedule
-    loss            (output of the last stage, targets[m]) -> one number: a SUM over tokens, divided by the valid tokens
-                    of the whole global batch. The losses of the micro-batches are added up, and so are their gradients
-    example         a tensor like each that stages hand on: its shape, dtype and device count
-    on_stage_done   called with a stage's module as soon as the gradients of its weights are complete on this rank,
-                    often with more actions to come: the moment to start their reduction over data-parallel ranks
+    loss            (output of the last stage, targets[m]) -> scalar: a SUM over tokens, divided by the valid
+                    tokens of the full global batch. Losses and gradients of micro-batches are added up
+    example         a tensor with the shape, dtype and device of what stages pass on
+    on_stage_done   called with a stage's module once the gradients of its weights are complete on this rank,
+                    often before its last action. Their reduction over data-parallel ranks can start here
     overlap         called with two functions, forward() and backward(), for each F&B pair of the schedule (DualPipe's);
-                    it runs both, as it likes: see overlapped_pair.py. Without it they run one after the other
-    batched         messages in one line, and what crosses in one batch: see `Mailbox`. The default on nccl
+                    it runs both, in any way: see overlapped_pair.py. Without it they run in sequence
+    batched         all messages in one queue, crossings as one batch: see `Mailbox`. The default on NCCL
 
-    Stages may recompute, and may contain collectives such as those of tensor parallelism: all ranks of such a group run
-    the same actions in the same order. Raises ValueError (a ScheduleError for a schedule that the checker rejects).
+    Stages may recompute, and contain collectives such as those of tensor parallelism if all ranks of that
+    group run the same actions in the same order. Raises ValueError (ScheduleError for an invalid schedule).
     """
 
     def __init__(
@@ -277,26 +277,26 @@ class Pipeline:
         self.completing = set(last.values())
         # --- end exercise ---
         self.peak = 0  # of the latest step: the most pairs of stage and micro-batch held at once,
-        self.timeline: list[tuple[Action, float, float]] = []  # and each action's start and end on the host's clock
+        self.timeline: list[tuple[Action, float, float]] = []  # and each action's start and end in host time
         self.meet()
 
     def meet(self) -> None:
         """Exchange one small message with each peer, and compare the examples.
 
-        The first message between two ranks opens a connection, for which nccl lets both wait. So all ranks go through
-        their pairs in one common order, (0, 1), (0, 2), (1, 2) ...: the lowest pair still open can always go on. And
-        the first thing that a group does must not be a batch of some of its ranks: so all of them begin together.
+        The first message between two ranks opens a connection, for which NCCL blocks both. So all ranks take
+        their pairs in one order, (0, 1), (0, 2), (1, 2) ...: the lowest open pair can always proceed. A group
+        must not begin with a batch of some of its ranks, so all ranks begin with a collective.
         """
         if self.crossings is not None:
             dist.all_reduce(torch.zeros(1, device=self.example.device), group=self.group)
-        kind = DTYPES.index(self.example.dtype)  # bf16 and fp16 are equally long
+        kind = DTYPES.index(self.example.dtype)  # bf16 and fp16 have the same size
         mine = torch.full((9,), -1, dtype=torch.int64)  # -1: no such dimension
         for i, size in enumerate([kind, *self.example.shape][:9]):
             mine[i] = size
         mine = mine.to(self.example.device)
         for peer in sorted({m.source + m.destination - self.rank for m in self.program if isinstance(m, Message)}):
             if not torch.equal(mine, theirs := exchange(mine, peer, self.group)):
-                # each with the dimensions that it has
+                # each without the padding of -1
                 here, there = (f"{DTYPES[x[0]]} {[n for n in x[1:].tolist() if n >= 0]}" for x in (mine, theirs))
                 who = f"rank {self.rank} has {here}, rank {peer} {there}"
                 raise ValueError(f"example: {who}; stages must hand on tensors of one shape and dtype")
@@ -306,8 +306,8 @@ class Pipeline:
     ) -> Tensor:
         """Forward and backward of all micro-batches; m inputs, m targets, m dictionaries of extras.
 
-        Returns the loss on ranks with a last stage (in DualPipe on both, each with its half), 0 on the others; with
-        `broadcast` the whole loss on all. `inputs` are read only where a first stage is, `targets` where a last one is.
+        Returns the loss on ranks with a last stage (in DualPipe half on each of two), 0 on others; with
+        `broadcast` the full loss on all. `inputs` are for first stages, `targets` for last ones.
         """
         if not torch.is_grad_enabled():
             raise ValueError("a step under no_grad can have no gradients; call forward_only instead")
@@ -324,22 +324,22 @@ class Pipeline:
         training = torch.is_grad_enabled()
         extras = extras or [{}] * self.schedule.micro_batches
         self.check_batch(inputs, targets, extras)
-        crossing = self.crossings if training or self.crossings is None else {}  # forwards alone: one by one, in line
+        crossing = self.crossings if training or self.crossings is None else {}  # forward only: one by one
         self.mail = Mailbox(program, self.rank, self.group, self.example, crossing)
         self.inputs, self.targets, self.extras = inputs, targets, extras
         self.held: dict[tuple[int, int], Held] = {}  # by stage and micro-batch
         self.total = torch.zeros((), dtype=torch.float64, device=self.example.device)
         self.peak, self.timeline = 0, []
         do = {F: self.forward, BW: self.backward, B: self.backward_for_input, W: self.backward_for_weights}
-        partner = self.partner if training else {}  # without backwards there are no pairs
-        done = set(partner.values())  # together with the entry before them
+        partner = self.partner if training else {}  # no pairs without backwards
+        done = set(partner.values())  # run together with the action before them
         for item in program:
             if isinstance(item, Message):
                 self.mail.reach(item)
             elif item not in done:
                 pair = [item, partner[item]] if item in partner else [item]
                 calls = [partial(do[action.kind], action, self.wait_for(action)) for action in pair]
-                self.mail.start_early()  # what comes next can travel while we work
+                self.mail.start_early()  # the next message is in flight during the action
                 begin = time.perf_counter()
                 if self.overlap is not None and len(calls) == 2:
                     self.overlap(*calls)
@@ -362,7 +362,7 @@ class Pipeline:
                 raise ValueError(f"{len(given)} {name} for the {m} micro-batches of {self.schedule.name}; give {m}")
 
     def wait_for(self, action: Action) -> Any:
-        """What must be there before the action starts: an input, a gradient, or nothing."""
+        """Return what the action needs: an input, a gradient, or nothing."""
         stage, m = action.stage, action.micro_batch
         if action.kind == F:
             return self.inputs[m] if stage == 0 else self.mail.take((F, stage - 1, m))
@@ -374,7 +374,7 @@ class Pipeline:
         stage, m = action.stage, action.micro_batch
         module = self.stages[self.directions[m], stage]
         inputs: list[GradientEdge] = []
-        # --- exercise 6.36: the input as the start of a graph, the output on its way, and only the rest kept ---
+        # --- exercise 6.36: the input as the start of a graph, the output to be sent, only the rest kept ---
         if isinstance(x, Tensor) and x.is_floating_point():
             x = x.detach().requires_grad_(torch.is_grad_enabled() and (stage > 0 or self.splits))
             output = module(x, **self.extras[m])
@@ -405,7 +405,7 @@ class Pipeline:
             )
 
     def backward(self, action: Action, grad: Tensor | None) -> None:
-        """BW: gradients of input and weights in one run of autograd."""
+        """BW: gradients of input and weights in one backward pass."""
         held = self.held[action.stage, action.micro_batch]
         if held.output is not None:
             torch.autograd.backward([held.output], [grad if held.grad is None else held.grad])
@@ -418,7 +418,7 @@ class Pipeline:
         if held.output is not None:
             grad = grad if held.grad is None else held.grad
             found, held.weights = backward_for_input(held.output, grad, held.inputs)
-        held.output, held.inputs = None, []  # from here on the part for W alone keeps the graph
+        held.output, held.inputs = None, []  # from now on only `weights` keeps the graph alive
         self.hand_down(action, found[0] if found else None)
 
     def backward_for_weights(self, action: Action, _: None) -> None:
@@ -428,13 +428,13 @@ class Pipeline:
         self.let_go(action)
 
     def hand_down(self, action: Action, grad: Tensor | None) -> None:
-        """The gradient of the input is that of the output of the stage below, which waits for it, if only for zeros."""
+        """Pass the gradient of the input to the stage below, which waits for it even if it is zero."""
         if action.stage > 0:
             grad = torch.zeros_like(self.example) if grad is None else grad.contiguous()
             self.mail.put((B, action.stage, action.micro_batch), grad)
 
     def let_go(self, action: Action) -> None:
-        """The schedule says that these activations may go, and perhaps that their stage is through."""
+        """Free these activations. If the gradients of their stage are now complete, call the hook."""
         del self.held[action.stage, action.micro_batch]
         if action in self.completing and self.on_stage_done is not None:
             self.on_stage_done(self.stages[self.directions[action.micro_batch], action.stage])
@@ -446,7 +446,7 @@ def describe(value: Any) -> str:
 
 @contextmanager
 def first_activation(module: nn.Module, found: list[GradientEdge]) -> Iterator[None]:
-    """Put into `found` the place of the first activation: what the first submodule to do so makes of integers."""
+    """Put into `found` the edge of the first activation, the first output computed from integers."""
 
     def hook(_, args, output) -> None:
         integers = any(isinstance(x, Tensor) and not x.is_floating_point() for x in args)
@@ -465,7 +465,7 @@ def first_activation(module: nn.Module, found: list[GradientEdge]) -> Iterator[N
 
 
 def exchange(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
-    """Give the peer my tensor and return its own of the same shape. One batch: nccl sends both ways at once."""
+    """Send a tensor and return the peer's, of the same shape. One batch: NCCL sends both ways at once."""
     theirs = torch.empty_like(tensor)
     both = [dist.P2POp(way, t, group=group, group_peer=peer) for way, t in ((dist.isend, tensor), (dist.irecv, theirs))]
     for work in dist.batch_isend_irecv(both):
@@ -481,22 +481,22 @@ def set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
 
 
 def flat_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One after the other; zeros for None."""
+    """All gradients concatenated; zeros for None."""
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
 
 
 def sum_mirrored(schedule: Schedule, stages: dict[tuple[int, int], nn.Module], group: dist.ProcessGroup) -> None:
-    """DualPipe holds each stage twice, on a pair of ranks, and each copy has seen half of the micro-batches: sum them.
+    """Sum the gradients of DualPipe's two copies of each stage; each copy has seen half the micro-batches.
 
-    After `step`, before the optimizer. One message of G bytes each way; a + b and b + a are the same bits, so copies
-    stay equal. All other schedules: nothing to do. A sum over other ranks (data parallel) may come before or after it.
+    Call after `step`, before the optimizer; a no-op in other schedules. One message of G bytes each way. Both
+    orders of a sum have equal bits, so copies stay equal. A data-parallel sum may precede or follow.
     """
     trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
     if len(schedule.placement) == 1 or not trains:  # the partner has the same stages, so it does not send either
         return
     (partner,) = {schedule.placement[1 - direction][stage] for direction, stage in stages}
     # --- exercise 6.37: both ranks add the same pairs of gradients, so they must list them in the same order ---
-    by_stage = sorted(stages, key=lambda key: key[1])  # (direction, stage): here the directions differ, the stages not
+    by_stage = sorted(stages, key=lambda key: key[1])  # (direction, stage): only directions differ
     parameters = [p for key in by_stage for p in stages[key].parameters() if p.requires_grad]
     flat = flat_gradients(parameters)
     set_gradients(parameters, flat + exchange(flat, partner, group))
@@ -506,9 +506,9 @@ def sum_mirrored(schedule: Schedule, stages: dict[tuple[int, int], nn.Module], g
 def sum_tied(schedule: Schedule, copies: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of a weight that the first and the last stage share (embedding and head), on both.
 
-    copies: those of this rank, none, one or two, with equal values. In a V-shape both ends lie on one rank. In DualPipe
-    each of the two ranks has both ends too, and `sum_mirrored` must come first. A sum over other ranks may come before
-    or after this one, if it leaves whole gradients; a reduce-scatter (ZeRO) must come after, for it takes them apart.
+    copies: this rank's, none, one or two, with equal values. In a V-shape both ends lie on one rank. In
+    DualPipe each of two ranks has both ends, and `sum_mirrored` must come first. A sum over other ranks may
+    precede or follow if it leaves full gradients; a reduce-scatter (ZeRO), which shards them, must follow.
     A frozen weight is left as it is, without a gradient.
     """
     ends = {rank for row in schedule.placement for rank in (row[0], row[-1])}
@@ -558,7 +558,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Schedule]:
 
 
 def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Three steps beside the reference; prints the table on rank 0 and returns what is wrong."""
+    """Three steps next to the reference. Prints the table on rank 0 and returns the failures."""
     rank, m, tied, double = group.rank(), schedule.micro_batches, not args.untied, torch.float64
     sizes = Sizes(layers=args.layers)
 
@@ -600,7 +600,7 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
         for module in stages.values():
             for name, p in module.named_parameters():
                 compare(p.grad, whole[name].grad)
-                p.data -= 0.1 * p.grad  # plain SGD: it forgives no wrong scale, as Adam would
+                p.data -= 0.1 * p.grad  # plain SGD: a wrong scale shows, where Adam would hide it
                 compare(p.data, whole[name].data - 0.1 * whole[name].grad)
         for p in reference.parameters():
             p.data -= 0.1 * p.grad
@@ -616,7 +616,7 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
     )
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
-    error = max((row[0] for row in everyone), key=lambda e: (e != e, e))  # a NaN is the worst
+    error = max((row[0] for row in everyone), key=lambda e: (e != e, e))  # a NaN counts as the largest
     measured, predicted = [[row[i] for row in everyone] for i in (1, 3)], [[row[i] for row in everyone] for i in (2, 4)]
     rows = [  # what, predicted, measured, is it right?
         ("largest error against the reference", "<= 1e-10", f"{error:.1e}", all(row[0] <= 1e-10 for row in everyone)),

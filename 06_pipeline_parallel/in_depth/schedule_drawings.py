@@ -1,14 +1,14 @@
 """Draw what a schedule does: one row per rank, time to the right; as text for the terminal, as SVG for the README.
 
-Problem. A list of actions says in which order; a bubble is about when. One sees it only in a drawing with true lengths.
+Problem. A list of actions gives the order, but a bubble is time. Only a drawing to scale shows it.
 
-Idea. Draw the simulated timeline (`schedule_simulator.simulate`), never the schedule itself: then the drawing cannot
-show an order that does not run. Everything that is drawn for one schedule is drawn for all of them the same way:
+Idea. Draw the simulated timeline (`schedule_simulator.simulate`), never the schedule itself, so the drawing
+cannot show an order that does not run. All schedules are drawn the same way:
 
     rank 0 |F0 F1       BW0   BW1   | holds 2       letters  what: F, B, W, or BW for both halves at once
     rank 1 |   F0 BW0   F1 BW1      | holds 1       number   the micro-batch
                                                     '        the rank's second stage (or DualPipe's second copy), '' ...
-    length = time;  F3+BW1' = an overlapped pair    holds    the most (stage, micro-batch) activations at one time
+    length = time;  F3+BW1' = an overlapped pair    holds    the most (stage, micro-batch) activations at once
 
 In colour, a kind is a colour and a later stage of the same rank is a darker shade of it. In the SVG an overlapped pair
 is one box with the forward above and the backward below.
@@ -43,7 +43,7 @@ def chunk_of(schedule: Schedule, rank: int, action: Action) -> int:
 
 
 def placed(timeline: Timeline, rank: int) -> list[tuple[float, float, list[Action]]]:
-    """(start, end, actions) of what the rank does; the two actions of an overlapped pair come together."""
+    """(start, end, actions) in the row of a rank; an overlapped pair is one entry with two actions."""
     result, i = [], 0
     # --- exercise 6.34: what lies where in a row ---
     for block in blocks(timeline.schedule.actions[rank]):
@@ -176,7 +176,7 @@ def save_svg(timeline: Timeline, path: str | Path) -> None:
 
 
 def main() -> None:
-    """Draw 1F1B for two ranks and two micro-batches, and see that every action is in the picture."""
+    """Draw 1F1B for two ranks and two micro-batches, and check that every action is in the drawing."""
     OneLineParser(description="Draws a schedule of two ranks; see schedules.py for the others.").parse_args()
     lists = [[Action(kind, rank, i) for kind, i in row] for rank, row in enumerate((
         ((F, 0), (F, 1), (BW, 0), (BW, 1)),

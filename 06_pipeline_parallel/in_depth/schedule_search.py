@@ -1,42 +1,42 @@
-"""The automatic zero-bubble scheduler: a heuristic that fits the W's to measured times, and a search that judges it.
+"""The automatic zero-bubble scheduler: a heuristic for measured times, and a search that finds the optimum.
 
-Problem. Schedules drawn by hand assume that F, B and W take equally long and that messages are free. Measured times
-obey neither: the core of attention has no weights, the last stage carries the loss, the links take time.
+Problem. Schedules drawn by hand assume that F, B and W take equally long and that messages are free. Measured
+times differ: the core of attention has no weights, the last stage computes the loss, and messages take time.
 
-Idea (Zero Bubble, arXiv 2401.10241, section 3.1). Let time flow, and whenever a rank falls idle choose its next action
-from what is ready, under a limit on the activations it may hold. F and B take 2, W 1, a message 1; at most 3 are held:
+Idea (Zero Bubble, arXiv 2401.10241, section 3.1). Simulate, and let an idle rank choose its next action among
+the ready ones, under a limit on stored activations. F and B take 2, W 1, a message 1; the limit is 3:
 
     rank 0 |F0    F1    F2          B0    W0 F3    B1    W1 B2    W2       B3    W3 |
     rank 1 |         F0    B0    F1    B1    F2    B2    W0 F3    B3    W1 W2 W3    |
     warm-up   F's while they are ready and fit in memory (rank 0 stops at 3)
-    steady    F and B in turn
+    steady    F and B alternate
     memory    a W before an F that would exceed the limit (W0 on both ranks)
-    gap       a W, if it is over before the next B arrives, or if idling would make this rank the one that has
-              idled longest (W1 and W2 on rank 0)
-    the end   all W's that are left
+    gap       a W, if it ends before the next B arrives, or if idling would make this rank the one with the
+              most idle time (W1 and W2 on rank 0)
+    the end   the remaining W's
 
-Three questions have no answer that is always right: may a warm-up F delay the first B, may a rank whose B is late take
-another F out of turn, and should every rank use all the memory there is, or later ranks less, as in ZB-H1 and ZB-H2?
-The heuristic tries all twelve answers and keeps the best; the paper searches a grid as well. What it finds is
-compared with the schedules drawn by hand (`auto` in schedules.py), so that it is never worse than one that fits.
+Three questions have no answer that is always right. May a warm-up F delay the first B? May a rank whose B is
+late run another F out of turn? Should every rank use all the memory, or later ranks less, as in ZB-H1 and
+ZB-H2? The heuristic tries all twelve combinations and keeps the best; the paper also searches a grid. `auto`
+in schedules.py adds the schedules drawn by hand, so it is never worse than one that fits.
 
-How good is it? `exhaustive` looks at every order there is, pruned but complete, and so proves the optimum for small
-cases, with one stage on each rank or in a V. What keeps the number of orders finite:
-    order       the k-th F, B and W of a stage can be micro-batch k. Take any valid schedule, renumber the F's of each
-                stage by their starts, and the B's and W's likewise: the k-th smallest start of a stage still lies
-                behind the k-th smallest end of the stage that it needs.
-    bound       cost >= what a rank has spent + what it has left to do; and for rank 0: what any rank r must do before
-                its last B ends, then the B's of ranks r-1, ..., 0, then one W.
-    dominance   a state is dropped if another with the same counts of done actions is nowhere later.
+How good is it? `exhaustive` searches every order, with pruning that never removes the optimum, and so proves
+the optimum of small cases, with one stage per rank or in a V. What keeps the number of orders finite:
+    order       the k-th F, B and W of a stage can be micro-batch k. Take a valid schedule, renumber the F's
+                of each stage by their starts, and the B's and W's too: the k-th smallest start of a stage is
+                still after the k-th smallest end of the stage that it needs.
+    bound       cost >= the time a rank has spent + the work it has left; for rank 0: the work of any rank r
+                before the end of its last B, then the B's of ranks r-1, ..., 0, then one W.
+    dominance   a state is dropped if another one with the same counts of actions is no later anywhere.
 
-"Cost" is the longest time a rank is occupied (Timeline.cost), with every action started as soon as it can. Times are
-Times(f, b, w, communication); b and w are the two halves of a backward.
+"Cost" is the longest time a rank is occupied (Timeline.cost), if every action starts as soon as possible.
+Times are Times(f, b, w, communication); b and w are the two halves of a backward.
 
 Run it:
     python schedule_search.py                          the gap of the heuristic on all cases of a small grid
     python schedule_search.py --ranks 3 --micro-batches 4 --times 3,4,2,1 --limit 3
-A case with more than 150,000 partial schedules is given up, and says so. The last line is PASS, or the script exits
-with 1 and says which number is off.
+The search gives up a case after 150,000 partial schedules, and says so. The last line is PASS, or the script
+exits with 1 and says which number is wrong.
 """
 
 import heapq
@@ -81,8 +81,8 @@ def schedule_of(words: list[list[str]], micro_batches: int) -> Schedule:
 def greedy(p: int, m: int, times: Times, limits: Sequence[int], eager: bool, ahead: bool) -> Schedule:
     """One run of the heuristic of section 3.1, with fixed answers to its questions.
 
-    `limits[rank]`: what the rank may hold. `eager`: a warm-up F may delay the rank's first B. `ahead`: in the steady
-    state a rank whose turn is B, but whose B is not there yet, may take another F if one is ready.
+    `limits[rank]`: the activations a rank may hold. `eager`: a warm-up F may delay the rank's first B.
+    `ahead`: in the steady state a rank whose next B has not arrived may run another F if one is ready.
     """
     cost = [{kind: times.of(Action(kind, rank, 0)) for kind in (F, B, W)} for rank in range(p)]
     c = times.communication
@@ -90,9 +90,9 @@ def greedy(p: int, m: int, times: Times, limits: Sequence[int], eager: bool, ahe
     arrived: list[dict[str, list[float]]] = [{F: [], B: []} for _ in range(p)]  # when the k-th F or B may start
     arrived[0][F] = [0.0] * m
     free, idle = [0.0] * p, [0.0] * p
-    forwards = sum(row[F] for row in cost) + (p - 1) * c  # micro-batch 0 reaches the end of the last stage
-    first_b = [forwards + sum(row[B] + c for row in cost[rank + 1 :]) for rank in range(p)]  # if nobody delays it
-    events = [(0.0, rank) for rank in range(p)]  # moments at which a rank may have something to decide
+    forwards = sum(row[F] for row in cost) + (p - 1) * c  # when micro-batch 0 leaves the last stage
+    first_b = [forwards + sum(row[B] + c for row in cost[rank + 1 :]) for rank in range(p)]  # without delays
+    events = [(0.0, rank) for rank in range(p)]  # times at which a rank may choose an action
     while events:
         now, rank = heapq.heappop(events)
         word, count = words[rank], {kind: words[rank].count(kind) for kind in (F, B, W)}
@@ -101,7 +101,7 @@ def greedy(p: int, m: int, times: Times, limits: Sequence[int], eager: bool, ahe
         coming = {k: arrived[rank][k][count[k]] if count[k] < len(arrived[rank][k]) else float("inf") for k in (F, B)}
         ready = {kind: coming[kind] <= now for kind in (F, B)}
         waiting_w = count[B] - count[W]
-        gap = coming[B] - now  # until the next B that is already under way arrives; infinite if none is
+        gap = coming[B] - now  # until the next B in flight arrives; infinite if none is
         # --- exercise 6.33: what an idle rank does next ---
         if count[B] == 0:  # warm-up
             in_time = count[F] == 0 or eager or now + cost[rank][F] <= first_b[rank]
@@ -110,7 +110,7 @@ def greedy(p: int, m: int, times: Times, limits: Sequence[int], eager: bool, ahe
             last = next(kind for kind in reversed(word) if kind != W)
             turn = B if last == F or count[F] == m else F
             if not ready[turn] and (turn == F or (ahead and coming[F] <= now)):
-                turn = B if turn == F else F  # the other one, if it is there
+                turn = B if turn == F else F  # the other one, if it is ready
         full = turn == F and count[F] - count[W] >= limits[rank]
         if ready[turn] and not full:
             choice = turn
@@ -139,7 +139,7 @@ def greedy(p: int, m: int, times: Times, limits: Sequence[int], eager: bool, ahe
 def automatic(p: int, m: int, times: Times | None = None, limit: int | None = None) -> Schedule:
     """The best of the heuristic's twelve runs: smallest cost, then smallest makespan.
 
-    `limit`: the most activations of micro-batches that a rank may hold; 2p by default, as the paper's ZB-2p.
+    `limit`: the most activations of micro-batches a rank may hold; 2p by default, as the paper's ZB-2p.
     """
     times = times or Times()
     limit = limit or 2 * p
@@ -157,16 +157,16 @@ def cheapest(schedules: Iterable[Schedule], times: Times) -> Schedule:
 # --------------------------------------------------------------------------------------------- exhaustive search
 
 
-MOST = 150_000  # partial schedules that the demo looks at for one case: some ten seconds
+MOST = 150_000  # partial schedules per case of the demo: some ten seconds
 
 
 class Exhaustive:
     """Branch and bound over the orders of all ranks. `run` returns the best schedule and its cost.
 
-    A node is a partial schedule. The rank that is free first commits to its next action (three branches for each of its
-    stages at most); a commitment is carried out as soon as the times of what it needs are known, so each set of orders
-    is met once. `place[stage]` is a rank; without it rank r holds stage r. After `most` nodes the search gives up, and
-    `proven` is False: what it has found by then need not be the best.
+    A node is a partial schedule. The rank that is free first commits to its next action (up to three branches
+    for each of its stages). A commitment is executed once the times of its inputs are known, so each set of
+    orders is visited once. `place[stage]` is a rank; by default rank r holds stage r. After `most` nodes the
+    search gives up; then `proven` is False, and the best schedule so far need not be optimal.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Exhaustive:
         return self.best, self.best_cost
 
     def counts(self, row: Sequence[Action]) -> dict[tuple[str, int], int]:
-        """How many of each kind and stage are in the list of a rank."""
+        """Count the actions in the list of a rank, by kind and stage."""
         return Counter((action.kind, action.stage) for action in row)
 
     def bound(self, counts, free, first) -> float:
@@ -202,7 +202,7 @@ class Exhaustive:
             result = max(result, rest if first[r] is None else free[r] - first[r] + rest)
             held = sum(counts[r][F, s] - counts[r][W, s] for s in stages)
             for s in stages:
-                if left[B, s]:  # before its last B come all its F's and B's, and the W's that the limit asks for
+                if left[B, s]:  # before its last B: all its F's and B's, and the W's that the limit forces
                     forced = max(0, held + left[F, s] - self.limit) * min(self.cost[each][W] for each in stages)
                     before = left[F, s] * self.cost[s][F] + left[B, s] * self.cost[s][B] + forced
                     result = max(result, free[r] + before + self.after_b[s])
@@ -210,7 +210,7 @@ class Exhaustive:
         return result
 
     def begin(self, want: Action, free: float, f_end, b_end) -> float | None:
-        """When a rank that is free from `free` on can do this; None while the end of what it needs is not known."""
+        """When a rank free from `free` on can start this; None while the end of its input is unknown."""
         if want.kind == F and want.stage > 0:
             ends, travel = f_end[want.stage - 1], self.travel[want.stage]
         elif want.kind == B and want.stage < len(self.place) - 1:
@@ -227,7 +227,7 @@ class Exhaustive:
         lists, free, first, wants = list(lists), list(free), list(first), list(wants)
         f_end, b_end = list(f_end), list(b_end)
         moved = True
-        while moved:  # carry out the commitments whose needs are known
+        while moved:  # execute the commitments whose inputs have known times
             moved = False
             for r, want in enumerate(wants):
                 if want is None:
@@ -254,9 +254,9 @@ class Exhaustive:
             if all(len(row) == whole[r] for r, row in enumerate(lists)):
                 self.best_cost = max(free[r] - first[r] for r in range(self.p))
                 self.best = Schedule("auto", self.p, len(self.place), self.m, (tuple(self.place),), tuple(lists))
-            return  # else every rank waits for another: a deadlock
+            return  # otherwise a deadlock: every rank waits for another
         times = list(free)
-        for s in range(len(self.place)):  # results that somebody still has to use
+        for s in range(len(self.place)):  # results that are still to be used
             if s < len(self.place) - 1:
                 times += f_end[s][len(f_end[s + 1]) :]
             if s > 0:
@@ -290,10 +290,10 @@ def exhaustive(
     start: Schedule | None = None,
     most: float = math.inf,
 ) -> tuple[Schedule, float, int]:
-    """The optimal schedule for p ranks and m micro-batches, its cost, and how many partial schedules were looked at.
+    """The optimal schedule for p ranks and m micro-batches, its cost, and the number of nodes visited.
 
-    `start`: a schedule that fits; the search keeps its placement, such as a V. Without it, one stage on each rank. If
-    `most` partial schedules were looked at, the search gave up, and nothing is proven.
+    `start`: a schedule that fits; the search keeps its placement, such as a V. By default one stage per rank.
+    If `most` nodes were visited, the search gave up, and nothing is proven.
     """
     times, limit = times or Times(), limit or 2 * p
     start = start or automatic(p, m, times, limit)
@@ -303,7 +303,7 @@ def exhaustive(
 
 
 def compare(p: int, m: int, times: Times, limit: int) -> tuple[list[str], str]:
-    """One row of the demo's table, and what is wrong with it, if anything is."""
+    """One row of the demo's table, and its failure, if any."""
     found, (best, cost, nodes) = automatic(p, m, times, limit), exhaustive(p, m, times, limit, most=MOST)
     wrong = ""
     for schedule in (found, best):

@@ -1,28 +1,28 @@
-"""A pipeline schedule is data: lists of actions. This file holds the types, the checker and the simulator; no torch.
+"""A pipeline schedule is data: lists of actions. This file has the types, the checker and the simulator.
 
-Problem. A pipeline cuts the model into stages and the batch into micro-batches. Which rank does what, and when? In
-most training code the answer is spread over loops, sends and counters, so that nobody can look at it, and a wrong
-order shows itself as a job that hangs at night.
+Problem. A pipeline splits the model into stages and the batch into micro-batches. Which rank does what, and
+when? In most training code the answer is spread over loops, sends and counters. It cannot be inspected, and a
+wrong order shows only as a job that hangs.
 
-Idea. Write the answer down. Each rank gets a list of actions, carried out one after the other:
+Idea. Each rank gets a list of actions and runs them one after the other:
 
     F2@1   forward of micro-batch 2 through stage 1          needs F2 of stage 0
     B2@1   backward for the stage's *input*                  needs F2 of stage 1 and B2 of stage 2
     W2@1   backward for the stage's *weights*                needs B2 of stage 1
     BW2@1  both at once, the ordinary backward               needs what B2 needs
 
-    rank 0   F0 F1 BW0 BW1          a list is an order, not a timetable: an action starts when the one before it is
-    rank 1   F0 BW0 F1 BW1          done and what it needs has arrived, however long that takes
+    rank 0   F0 F1 BW0 BW1          a list is an order, not a timetable: an action starts when the previous
+    rank 1   F0 BW0 F1 BW1          one is done and what it needs has arrived, however long that takes
 
-Because the lists are plain data, one can check them (`check`), predict their time and memory (`simulate`), draw them
-(schedule_drawings.py) and run them (pipeline_executor.py) without a second description that could disagree.
+Because the lists are plain data, one can check them (`check`), predict their time and memory (`simulate`),
+draw (schedule_drawings.py) and run them (pipeline_executor.py) without a second, different description.
 
-Deadlock. Some order of all actions of all ranks must exist in which everything an action needs comes before it; if
-the lists wait for each other in a circle there is none. Given such an order, put each message directly behind the
-action that produces it and let every rank do its own part in that order (`programs`). Then nothing can ever hang, even
-with sends that block until the receiver takes them and with any delay anywhere: of all steps not yet done, the one
-that comes first in the common order has everything it needs, on both ends. A runtime that posts the same messages
-earlier, or does not wait for its sends, waits for less, so it is safe too, as long as it keeps their order.
+Deadlock. There must be an order of all actions of all ranks in which everything an action needs comes before
+it. If the lists wait for each other in a circle, there is none. Given such an order, put each message
+directly after the action that produces it, and let every rank run its part in that order (`programs`). This
+cannot hang, even with sends that block until they are received and with any delay: of all steps not yet done,
+the first in the common order has everything it needs, on both ends. A runtime that posts messages earlier, or
+does not wait for sends, waits for less, so it is also safe as long as it keeps their order.
 
 Time, for stages that take f, b, w (Zero Bubble, arXiv 2401.10241: the times in section 2.3, the cost in 5.3):
     cost           the longest time any rank is occupied, from its own first start to its own last end: a rank may
@@ -52,7 +52,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Action:
-    """One entry of a rank's list. `overlapped`: runs together with the entry before it (the F&B pair of DualPipe)."""
+    """One entry of a rank's list. `overlapped`: runs with the one before it (DualPipe's F&B pair)."""
 
     kind: str
     stage: int
@@ -71,8 +71,8 @@ class Action:
 class Schedule:
     """What every rank does in one step. `placement[direction][stage]` is the rank that holds the stage.
 
-    There is one direction, except in DualPipe, where a second copy of the model lies the other way round and the
-    second half of the micro-batches travels through that copy.
+    There is one direction, except in DualPipe, where a second copy of the model has the reverse placement and
+    processes the second half of the micro-batches.
     """
 
     name: str
@@ -107,7 +107,7 @@ def needs(schedule: Schedule, action: Action) -> list[Key]:
 
 
 def blocks(actions: Iterable[Action]) -> list[list[Action]]:
-    """The list of one rank, cut into what runs at once: single actions, and F&B pairs."""
+    """The list of one rank, split into units that run at once: single actions, and F&B pairs."""
     result: list[list[Action]] = []
     for action in actions:
         if action.overlapped and result:
@@ -139,7 +139,7 @@ Program = list[Action | Message]
 
 
 def messages_of(schedule: Schedule, action: Action) -> list[Message]:
-    """What must be sent once the action is done: nothing if the next stage lies on the same rank."""
+    """The messages to send after the action: none if the next stage is on the same rank."""
     result = []
     for kind, stage, micro_batch in action.yields():
         target = {F: stage + 1, B: stage - 1, W: -1}[kind]
@@ -153,9 +153,9 @@ def messages_of(schedule: Schedule, action: Action) -> list[Message]:
 def programs(schedule: Schedule) -> list[Program]:
     """For each rank: its actions and its messages (sent *and* received), in an order that cannot deadlock.
 
-    All ranks' programs are cut out of one common order: the order in which the actions end when all take one unit of
-    time, each followed by its messages. (An action ends later than everything it needs, so this order is valid.)
-    A runtime must keep the order of the messages; it may post them earlier and need not wait for its sends.
+    All programs are parts of one common order: the order in which actions of one unit of time end, each
+    followed by its messages. (An action ends later than everything it needs, so this order is valid.) A
+    runtime must keep the order of messages; it may post them earlier and need not wait for its sends.
     """
     timeline = simulate(schedule)
     order = sorted((end, rank, i) for rank, ends in enumerate(timeline.end) for i, end in enumerate(ends))
@@ -170,11 +170,11 @@ def programs(schedule: Schedule) -> list[Program]:
 
 
 def crossings(schedule: Schedule) -> dict[Message, tuple[Message, ...]]:
-    """The messages that two ranks have for one another at the same moment; each is given with all of its crossing.
+    """The messages that two ranks exchange at the same time, each mapped to all messages of its crossing.
 
-    In the steady part of 1F1B an activation going one way crosses a gradient coming the other way. A runtime may start
-    them as one, where the last of them stands in `programs`: nobody needs the others sooner, because whatever needs
-    them ends later. (The moment is that of actions of one unit each, by which `programs` orders them too.)
+    In the steady state of 1F1B an activation crosses a gradient of the opposite direction. A runtime may
+    start them as one batch, at the last of them in `programs`. No rank needs the others sooner, because every
+    action that needs them ends later. (The time is for actions of one unit each, as in `programs`.)
     """
     timeline, at = simulate(schedule), {}  # at[two ranks, moment]: their messages, in the order of `programs`
     order = sorted((end, rank, i) for rank, ends in enumerate(timeline.end) for i, end in enumerate(ends))
@@ -189,8 +189,8 @@ def crossings(schedule: Schedule) -> dict[Message, tuple[Message, ...]]:
 def check_programs(schedule: Schedule, given: Sequence[Program]) -> None:
     """Run the programs with sends that block until the receiver takes them. Raises ScheduleError if they get stuck.
 
-    One thread a rank, no buffer at all: the most severe runtime there is. How long things take does not matter,
-    because a step that is possible stays possible: either all timings finish or none does.
+    One thread per rank and no buffers: the most severe runtime. Durations do not matter, because a step that
+    is possible stays possible: either all timings finish or none does.
     """
     position = [0] * schedule.ranks
     done: set[Key] = set()
@@ -211,7 +211,7 @@ def check_programs(schedule: Schedule, given: Sequence[Program]) -> None:
                     done.add(("sent " + step.kind, step.stage, step.micro_batch))
                 else:
                     arrived = {key: key for key in needs(schedule, step)}
-                    for key in arrived:  # a result of another rank counts from the moment its message is here
+                    for key in arrived:  # a result of another rank counts once its message has arrived
                         if schedule.rank_of(key[1], key[2]) != rank:
                             arrived[key] = ("sent " + key[0], *key[1:])
                     if not done.issuperset(arrived.values()):
@@ -231,7 +231,7 @@ def check_programs(schedule: Schedule, given: Sequence[Program]) -> None:
 def check(schedule: Schedule) -> None:
     """Raise ScheduleError, naming the offending action, unless the schedule is complete, ordered and free of deadlock.
 
-    1. every list belongs to a rank, and every action lies on the rank that holds its stage;
+    1. every list belongs to a rank, and every action is on the rank that holds its stage;
     2. for each stage and micro-batch: one F, and either one BW or one B and one W;
     3. on a rank, F before B before W; a pair that overlaps is one F and one backward of something else;
     4. the lists do not wait for each other in a circle;
@@ -289,8 +289,8 @@ def check(schedule: Schedule) -> None:
 class Times:
     """How long one action takes, in any unit. f, b, w: one number for all stages, or one for each stage.
 
-    `communication` passes between the end of an action and the moment another rank can use its result. `pair` is the
-    time of an overlapped F&B pair (one number); without it, a pair takes the sum of its parts: nothing is gained.
+    `communication` is the time from the end of an action until another rank can use its result. `pair` is the
+    time of an overlapped F&B pair (one number); by default the sum of its parts, without any gain.
     """
 
     f: float | Sequence[float] = 1
@@ -322,7 +322,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end over all ranks: how long one step takes by the clock on the wall."""
+        """From the first start to the last end over all ranks: the wall-clock time of one step."""
         return max(end[-1] for end in self.end if end)
 
     @property
@@ -332,7 +332,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time of the rank that idles most. Unequal stages count: who waits for a slower stage is idle too."""
+        """Idle time of the rank that idles most. Waiting for a slower stage also counts as idle time."""
         # --- exercise 6.21: the bubble, in time ---
         return self.cost - min(self.work)
         # --- end exercise ---
@@ -343,7 +343,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
-    """Start every action as soon as its rank is free and what it needs is there. Raises ScheduleError on a deadlock."""
+    """Start every action once its rank is free and its inputs are there. Raises ScheduleError on deadlock."""
     times = times or Times()
     finished: dict[Key, tuple[float, int]] = {}  # result -> (when, on which rank)
     start: list[list[float]] = [[] for _ in range(schedule.ranks)]
@@ -385,8 +385,8 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
 def peak_activations(actions: Iterable[Action]) -> int:
     """The most (stage, micro-batch) pairs whose activations one rank holds at once: from F until W (or BW) is done.
 
-    It depends on the order alone, not on the times. B frees nothing here: the weight gradient still needs the inputs
-    of the layers and the gradients of their outputs.
+    It depends only on the order, not on the times. B frees nothing here, because the weight gradient still
+    needs the inputs of the layers and the gradients of their outputs.
     """
     held = peak = 0
     # --- exercise 6.22: count what is held ---
@@ -404,12 +404,12 @@ def peak_activations(actions: Iterable[Action]) -> int:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process prints. There is nothing to share: under torchrun every rank computes the same."""
+    """Whether this process prints. Under torchrun every rank computes the same, without communication."""
     return os.environ.get("RANK", "0") == "0"
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, printed by rank 0 alone."""
+    """An ArgumentParser whose errors are one line, printed only by rank 0."""
 
     def error(self, message: str) -> NoReturn:
         if is_rank_zero():
@@ -423,14 +423,14 @@ def parse_times(given: str) -> Times:
         numbers = [float(part) for part in given.split(",")]
     except ValueError:
         numbers = []
-    finite = all(math.isfinite(number) for number in numbers)  # not NaN, which every "< 0" lets pass
+    finite = all(math.isfinite(number) for number in numbers)  # not NaN, for which "< 0" is false
     if len(numbers) not in (3, 4) or not finite or min(numbers[:3]) <= 0 or numbers[-1] < 0:
         raise argparse.ArgumentTypeError(f"{given!r}: give three positive times F,B,W, and one C >= 0 for messages")
     return Times(*numbers[:3], communication=numbers[3] if len(numbers) == 4 else 0)
 
 
 def main() -> None:
-    """The two-rank schedule of the docstring; then both lists in an order that can never run."""
+    """Check the two-rank schedule of the docstring, then both lists in an order that deadlocks."""
     OneLineParser(description="Checks and simulates a schedule of two ranks, then a broken one.").parse_args()
     say = print if is_rank_zero() else lambda line: None
     first = tuple(Action(kind, 0, i) for kind, i in ((F, 0), (F, 1), (BW, 0), (BW, 1)))

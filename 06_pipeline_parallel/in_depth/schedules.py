@@ -1,8 +1,8 @@
 """Pipeline schedules, from one micro-batch at a time to zero bubble: fourteen ways to write the same lists of actions.
 
-Problem. Stage s cannot start before stage s-1 is done, so with one micro-batch all ranks but one are idle. With more
-micro-batches the ranks work at the same time, but each still waits for the first activation to come down and for the
-first gradient to come back: the bubble. And each micro-batch in flight costs the memory of its activations.
+Problem. Stage s cannot start before stage s-1 is done, so with one micro-batch all ranks but one are idle.
+With more micro-batches the ranks work at the same time, but each still waits for its first activation and for
+its first gradient: the bubble. And each micro-batch in flight costs the memory of its activations.
 
 Idea. The *order* of the actions decides both. Three ranks, four micro-batches; F, B, W take one unit each, BW two:
 
@@ -12,12 +12,12 @@ Idea. The *order* of the actions decides both. Three ranks, four micro-batches; 
     1F1B   0 |F0 F1 F2             BW0   F3 BW1      BW2      BW3   | holds 3    as few forwards as keep the last
            1 |   F0 F1       BW0   F2 BW1   F3 BW2      BW3         | holds 2    rank busy, then one backward for
            2 |      F0 BW0   F1 BW1   F2 BW2   F3 BW3               | holds 1    each forward: no less idle time
-    ZB-H1  0 |F0 F1 F2       B0 W0 F3 B1 W1 B2 W2 B3 W3 | holds 3                cut BW in two: other ranks await
-           1 |   F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3 | holds 3                only B, so W can go where a rank
-           2 |      F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3 | holds 3                would otherwise be idle
-    loops      v thin stages per rank (rank r holds r, r+p, r+2p, ...): the first activation arrives v times sooner
-    V          the stages go down the ranks and up again: the last stage is on rank 0, so the first gradient is there
-    DualPipe   two copies of the model, micro-batches from both ends, an F and a BW of opposite directions at once
+    ZB-H1  0 |F0 F1 F2       B0 W0 F3 B1 W1 B2 W2 B3 W3 | holds 3                split BW: others wait only
+           1 |   F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3 | holds 3                for B, so W runs when a rank
+           2 |      F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3 | holds 3                would be idle
+    loops      v thin stages per rank (r, r+p, r+2p, ...): the first activation arrives v times sooner
+    V          stages go down the ranks and up again: the last is on rank 0, and so is the first gradient
+    DualPipe   two copies of the model, micro-batches from both ends, an F beside a BW of the other direction
 
 Bubble (idle time of the rank that idles most) and activations held, for p ranks, m micro-batches, v stages per rank,
 where f, b, w are the times of F, B, W in *one stage* (so for v > 1 a stage is v times thinner):
@@ -41,7 +41,7 @@ Run it:
     python schedules.py                                             all schedules against their formulas
     python schedules.py --schedule 1f1b --ranks 4 --micro-batches 8 [--stages-per-rank 2] [--times 1,1,1,0] [--svg FILE]
     python schedules.py --draw-all figures                          the drawings of the README
-The last line is PASS, or the script exits with 1 and says which number is off. No GPU and no torch are needed.
+The last line is PASS, or the script exits with 1 and names the wrong number. It needs no GPU and no torch.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from schedule_search import automatic, cheapest
-from schedule_simulator import (  # noqa: F401 -- what a runtime needs can be imported from here
+from schedule_simulator import (  # noqa: F401 -- a runtime can import all it needs from here
     BW,
     Action,
     B,
@@ -90,7 +90,7 @@ BACKWARD = {BW: (B, W)}
 def numbered(steps: Iterable[Step]) -> tuple[Action, ...]:
     """Give the steps of one rank their micro-batches: every stage takes them in order 0, 1, 2, ..."""
     count: dict[tuple[str, int], int] = {}
-    waiting: deque[tuple[int, int]] = deque()  # (stage, micro-batch) of each B whose W is still to do
+    waiting: deque[tuple[int, int]] = deque()  # (stage, micro-batch) of each B with a pending W
     result = []
     for kind, stage, *overlapped in steps:
         if kind == W:
@@ -110,7 +110,7 @@ def numbered(steps: Iterable[Step]) -> tuple[Action, ...]:
 
 
 def in_turn(forwards: Sequence[Step], backwards: Sequence[Step], warm_up: int) -> list[Step]:
-    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left.
+    """`warm_up` forwards, then one forward and one backward alternating, then the remaining backwards.
 
     Naive, AFAB and 1F1B are this list with 0, all, and p-1-r forwards of warm-up.
     """
@@ -127,8 +127,8 @@ def in_turn(forwards: Sequence[Step], backwards: Sequence[Step], warm_up: int) -
 def order_of_chunks(m: int, v: int, group: int) -> list[int]:
     """Which of its v stages (chunks) a rank forwards 1st, 2nd, 3rd, ...: micro-batches in groups, chunk after chunk.
 
-    A group of p micro-batches is depth-first, of m breadth-first; anything between is Llama 3's compromise. The last
-    group is what remains. [0, 0, 1, 1, 0, 0, 1, 1] for m = 4, v = 2, groups of 2.
+    Groups of p micro-batches are depth-first, groups of m breadth-first; Llama 3's size is in between. The
+    last group takes the remainder. [0, 0, 1, 1, 0, 0, 1, 1] for m = 4, v = 2, groups of 2.
     """
     order = []
     # --- exercise 6.31: groups of micro-batches through the chunks ---
@@ -140,18 +140,18 @@ def order_of_chunks(m: int, v: int, group: int) -> list[int]:
 
 
 def looped(name: str, p: int, m: int, v: int, group: int, warm_up: Callable[[int], int]) -> Schedule:
-    """Stage s lies on rank s mod p, so that an activation goes round the ranks v times. `warm_up` is given the rank."""
+    """Stage s is on rank s mod p: an activation passes all ranks v times. `warm_up` is given the rank."""
     chunks = order_of_chunks(m, v, group)
     lists = []
     for r in range(p):
         forwards = [(F, chunk * p + r) for chunk in chunks]
-        backwards = [(BW, (v - 1 - chunk) * p + r) for chunk in chunks]  # the last chunk is the first to go back
+        backwards = [(BW, (v - 1 - chunk) * p + r) for chunk in chunks]  # last chunk first
         lists.append(numbered(in_turn(forwards, backwards, warm_up(r))))
     return Schedule(name, p, p * v, m, (tuple(stage % p for stage in range(p * v)),), tuple(lists))
 
 
 def naive(p: int, m: int, v: int = 1) -> Schedule:
-    """Each micro-batch all the way through before the next: one rank works at a time."""
+    """One micro-batch after the other, forward and backward: one rank works at a time."""
     return looped("naive", p, m, 1, m, lambda r: 0)
 
 
@@ -163,7 +163,7 @@ def afab(p: int, m: int, v: int = 1) -> Schedule:
 def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
     """1F1B (PipeDream-Flush): AFAB's bubble, but only p-r micro-batches held, however many there are.
 
-    When the first gradient reaches rank r, p-1-r newer micro-batches are on their way through the ranks after it.
+    When the first gradient reaches rank r, p-1-r newer micro-batches are in flight on the later ranks.
     """
     return looped("1f1b", p, m, 1, m, lambda r: p - 1 - r)
 
@@ -171,10 +171,10 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
 def steady(p: int, v: int, group: int) -> Callable[[int], int]:
     """Warm-up of the interleaved 1F1B schedules (Megatron-LM, arXiv 2104.04473).
 
-    The first backward belongs to the last chunk, which comes v-1 groups later. Then two more for each rank after this
-    one. With one more each, as in 1F1B, the bubble is the same if messages take no time, and less is held. But then
-    every result is awaited the moment it is made; with two, each message has the time of an action to travel, and if it
-    needs no longer only the first way down and the last way up, 2 (v p - 1) messages, are waited for.
+    The first backward belongs to the last chunk, (v-1) groups later. Then two more forwards per later rank.
+    One more each, as in 1F1B, gives the same bubble if messages take no time, and stores less. But then each
+    result is needed the moment it is made. With two, each message can take the time of an action. If it takes
+    no longer, ranks wait only on the first way down and the last way up, for 2 (v p - 1) messages.
     """
     return lambda r: p - 1 - r if v == 1 else 2 * (p - 1 - r) + (v - 1) * group
 
@@ -190,7 +190,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
 def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
     """All micro-batches through a chunk before the next chunk (arXiv 2211.05953): AFAB in v loops.
 
-    It holds everything, but uses a chunk's weights in one go, which suits weights that are gathered when needed.
+    It stores all activations, but uses a chunk's weights in one go, which suits weights gathered on demand.
     """
     return looped("breadth-first", p, m, v, m, lambda r: m * v)
 
@@ -198,9 +198,9 @@ def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
 def llama3(p: int, m: int, v: int = 2, in_flight: int | None = None) -> Schedule:
     """Interleaved 1F1B with any number of micro-batches, `in_flight` of them in a group (arXiv 2407.21783, 3.3.2).
 
-    The default is the smallest group of at least p whose remainder is none or at least p. A group below p makes the
-    ranks wait at each turn, and with the usual warm-up it can even deadlock: rank 0 wants its next chunk's forward
-    before others may do the backward that rank 0 itself must answer. So the warm-up grows until the lists run.
+    The default is the smallest group of at least p whose remainder is none or at least p. In a group below p
+    ranks wait at each change of chunk. With the usual warm-up it can even deadlock: rank 0 waits for its next
+    chunk's input, while other ranks wait for a backward of rank 0. So the warm-up grows until the lists run.
     """
     group = in_flight
     if group is None:
@@ -224,8 +224,8 @@ def llama3(p: int, m: int, v: int = 2, in_flight: int | None = None) -> Schedule
 def fill_with_w(m: int, r: int, warm_up: int, limit: int) -> list[Step]:
     """1F1B whose backward is only B, with the W's of rank r filled in (Zero Bubble, arXiv 2401.10241, figures 2, 3).
 
-    A W waits as long as it can: until the next F would hold more than `limit` micro-batches. After the last F, one W
-    goes before each B (there it fills the time in which the gradient travels), and the rest to the end.
+    A W is delayed until the next F would exceed `limit` micro-batches. After the last F, one W runs before
+    each B, while the gradient is in flight, and the rest at the end.
     """
     warm_up = min(warm_up, m - 1)
     steps: list[Step] = [(F, r)] * warm_up
@@ -244,7 +244,7 @@ def fill_with_w(m: int, r: int, warm_up: int, limit: int) -> list[Step]:
 
 
 def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
-    """1F1B's warm-up, but every rank holds p micro-batches, not p-r: memory that 1F1B leaves free lets W's wait."""
+    """1F1B's warm-up, but W's are delayed until every rank holds p micro-batches, where 1F1B holds p-r."""
     lists = tuple(numbered(fill_with_w(m, r, p - 1 - r, p)) for r in range(p))
     return Schedule("zb-h1", p, p, m, (tuple(range(p)),), lists)
 
@@ -261,20 +261,20 @@ def zb_h2(p: int, m: int, v: int = 1) -> Schedule:
 def zb_v(p: int, m: int, v: int = 2) -> Schedule:
     """ZB-V (arXiv 2401.10241, section 6): zero bubble with 1F1B's memory, thanks to the V.
 
-    Made for at least 2p-1 micro-batches. With fewer, the list for 2p-1 is made and the micro-batches that do not exist
-    are left out: what remains is still in a valid order.
+    Made for at least 2p-1 micro-batches. With fewer, the list for 2p-1 is built and the actions of missing
+    micro-batches are dropped. The rest is still in a valid order.
     """
     full = max(m, 2 * p - 1)
     lists = []
     for r in range(p):
         down, up, below = r, 2 * p - 1 - r, p - 1 - r
         down_back, up_all = [(B, down), (W, down)], [(F, up), (B, up), (W, up)]
-        steps: list[Step] = [(F, down)] * (2 * below + 1)  # until the first activation is back from the last rank
+        steps: list[Step] = [(F, down)] * (2 * below + 1)  # until the first activation returns from rank p-1
         steps += [(F, up), (F, down)] * r
         steps += up_all * (below + 1)
-        steps += [(F, down), *down_back, *up_all] * (full - 2 * p + r + 1)  # six in turn: the steady state
+        steps += [(F, down), *down_back, *up_all] * (full - 2 * p + r + 1)  # a cycle of six: the steady state
         steps += (down_back + up_all) * below
-        steps += [(B, down), (B, up)] * r  # others wait for these: the W's come after them
+        steps += [(B, down), (B, up)] * r  # other ranks wait for these, so the W's come later
         steps += down_back * (below + 1)
         steps += [(W, up)] * r + [(W, down)] * r
         lists.append(tuple(action for action in numbered(steps) if action.micro_batch < m))
@@ -287,8 +287,8 @@ def zb_v(p: int, m: int, v: int = 2) -> Schedule:
 def dualpipe_v(p: int, m: int, v: int = 2) -> Schedule:
     """DualPipeV: the V placement, with an F of one chunk and a BW of the other at the same time.
 
-    One needs computing while the other sends tokens to experts and back, so a pair can be shorter than its parts
-    (Times.pair). The eight steps are those of DeepSeek's DualPipe (arXiv 2412.19437, figure 5).
+    One computes while the other's tokens are sent to experts and back, so a pair can be shorter than its
+    parts (Times.pair). The eight steps are from DeepSeek's DualPipe (arXiv 2412.19437, figure 5).
     """
     if m < 2 * p:
         raise ScheduleError(f"dualpipe-v: {m} micro-batches are too few for {p} ranks; use at least {2 * p}")
@@ -298,13 +298,13 @@ def dualpipe_v(p: int, m: int, v: int = 2) -> Schedule:
         f_down, f_up, with_down, with_up = (F, down), (F, up), (BW, down, True), (BW, up, True)
         steps: list[Step] = [f_down] * (2 * below)  # step 1
         steps += [f_down, f_up] * (r + 1)  # 2
-        steps += [(B, up), (W, up), f_up] * below  # 3: whatever is awaited first
-        main = [f_down, with_up, f_up, with_down] * (m - 2 * p + r + 1)  # 4: two pairs in turn
+        steps += [(B, up), (W, up), f_up] * below  # 3: what other ranks need first
+        main = [f_down, with_up, f_up, with_down] * (m - 2 * p + r + 1)  # 4: two alternating pairs
         if r == p - 1:
-            main[1] = (BW, up)  # here the BW alone is awaited, so the first pair of the turning rank is no pair
+            main[1] = (BW, up)  # other ranks wait for this BW, so the first pair of rank p-1 runs in sequence
         steps += main
         steps += [(BW, up), f_up, with_down] * below  # 5
-        tail = [(BW, up), (BW, down)] * (r + 1)  # 6: in its second half only B, to answer sooner
+        tail = [(BW, up), (BW, down)] * (r + 1)  # 6: in its second half only B, to send sooner
         steps += tail[: r + 1] + [(B, stage) for _, stage in tail[r + 1 :]]
         steps += [(W, None), (B, down)] * below  # 7
         steps += [(W, None)] * (r + 1)  # 8
@@ -315,9 +315,9 @@ def dualpipe_v(p: int, m: int, v: int = 2) -> Schedule:
 def dualpipe(p: int, m: int, v: int = 1) -> Schedule:
     """DualPipe: DualPipeV for half the ranks and micro-batches, unfolded (the "cut in half" of Qi et al., backwards).
 
-    A V over p/2 ranks has p stages; rank r holds stages r and p-1-r. Unfolding gives stage p-1-r to rank p-1-r, and
-    fills the freed half of every rank with the same schedule coming from the other end: rank r works on stage p-1-r
-    of the second half of the micro-batches. Hence two copies of the model, whose gradients must be added.
+    A V over p/2 ranks has p stages; rank r holds r and p-1-r. Unfolding gives stage p-1-r to rank p-1-r. The
+    freed half of every rank runs the same schedule from the other end: rank r runs stage p-1-r for the second
+    half of the micro-batches. So the model has two copies, and their gradients must be summed.
     """
     if p % 2:
         raise ScheduleError(f"dualpipe: {p} ranks; use an even number, because each rank mirrors another one")
@@ -335,12 +335,12 @@ def dualpipe(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def auto(p: int, m: int, v: int = 1, times: Times | None = None, limit: int | None = None) -> Schedule:
-    """The cheapest for given times and memory, of what the automatic schedulers find and of what was drawn by hand.
+    """The cheapest schedule for given times and memory, found by the automatic schedulers or drawn by hand.
 
-    With one stage per rank: schedule_search.py, naive, afab, 1F1B, ZB-H1, ZB-H2. With two: v_schedules.py, and all that
-    cut the model into 2p stages, in loops or in a V. Whole backwards are cut in two halves. Only DualPipe is no
-    candidate, for it holds two copies of the model. `times` are those of one stage; `limit`: the stage activations
-    that a rank may hold, by default twice what 1F1B holds on rank 0.
+    With one stage per rank: schedule_search.py, naive, afab, 1F1B, ZB-H1, ZB-H2. With two: v_schedules.py,
+    and all with 2p stages in loops or in a V. BWs are split in halves. DualPipe is excluded, because it has
+    two copies of the model. `times` are for one stage; `limit`: the stage activations that a rank may hold,
+    by default twice what 1F1B holds on rank 0.
     """
     times, limit = times or Times(), 2 * p * v if limit is None else limit
     if limit < v:
@@ -357,14 +357,14 @@ def auto(p: int, m: int, v: int = 1, times: Times | None = None, limit: int | No
         try:
             schedule = halved(make(p, m, v))
         except ScheduleError:
-            continue  # it takes other numbers of micro-batches
+            continue  # it does not support this number of micro-batches
         if max(map(peak_activations, schedule.actions)) <= limit:
             candidates.append(schedule)
     return replace(cheapest(candidates, times), name="auto")
 
 
 def halved(schedule: Schedule) -> Schedule:
-    """Every whole backward as a B and the W behind it: no action ends later, and the B below it may begin earlier."""
+    """Split each BW into B and W: no action ends later, and the B of the stage below may start earlier."""
     lists = []
     for row in schedule.actions:
         halves = (
@@ -438,7 +438,7 @@ GALLERY = [  # what the README shows: name, micro-batches, stages per rank, opti
 
 def draw_all(folder: Path) -> None:
     """The drawings of all schedules, for four ranks, as SVG files named after them."""
-    from schedule_drawings import save_svg  # not at the top: a trainer runs schedules and draws none
+    from schedule_drawings import save_svg  # not at the top: a trainer draws no schedules
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, m, v, options in GALLERY:
@@ -465,7 +465,7 @@ def published(schedule: Schedule, times: Times) -> tuple[float | None, tuple[int
         return ((p - 1) * (f + b + w) if m >= p else None), (m * v,) * p
     if name in ("interleaved", "llama3"):
         n = p if name == "interleaved" else size_of_first_group(schedule)
-        if n < p or 0 < m % n < p:  # a group below p: the ranks wait at its turns
+        if n < p or 0 < m % n < p:  # a group below p: ranks wait at each change of chunk
             return None, None
         return (p - 1) * (f + b + w), tuple(min(m * v, (v - 1) * n + 2 * (p - r) - 1) for r in ranks)
     if name == "zb-h1":
@@ -485,7 +485,7 @@ def published(schedule: Schedule, times: Times) -> tuple[float | None, tuple[int
 
 
 def size_of_first_group(schedule: Schedule) -> int:
-    """How many micro-batches rank 0 forwards through its first stage before it turns to the second."""
+    """How many micro-batches rank 0 runs through its first stage before its second."""
     forwards = [action.stage for action in schedule.actions[0] if action.kind == F]
     return next((i for i, stage in enumerate(forwards) if stage != forwards[0]), len(forwards))
 
@@ -495,7 +495,7 @@ def compare(schedule: Schedule, times: Times) -> tuple[list[str], bool]:
     check(schedule)
     timeline = simulate(schedule, times)
     bubble, held = published(schedule, times)
-    # Equal but for rounding: --times may be fractions. The tests use whole numbers, and demand equality.
+    # Equal up to rounding, because --times may be fractions. The tests use integers and require equality.
     same = bubble is None or math.isclose(bubble, timeline.bubble, abs_tol=1e-9 * timeline.cost)
     same = same and held in (None, timeline.peak_activations)
     v = schedule.stages * len(schedule.placement) // schedule.ranks
@@ -545,7 +545,7 @@ def arguments() -> argparse.Namespace:
     if args.stages_per_rank is not None and not 1 <= args.stages_per_rank <= 256:
         parser.error(f"--stages-per-rank {args.stages_per_rank}: use 1 to 256")
     v = args.stages_per_rank or 1
-    many = args.ranks * args.micro_batches * v  # so that no command runs for more than a minute in silence
+    many = args.ranks * args.micro_batches * v  # so that no command runs silently for more than a minute
     most = 65536
     if args.schedule in (None, "auto"):
         most = 2048 if v == 2 else 4096
@@ -562,7 +562,7 @@ def arguments() -> argparse.Namespace:
             v = args.stages_per_rank
         try:
             args.schedules.append(build(name, args.ranks, args.micro_batches, v, **options.get(name, {})))
-        except ScheduleError as error:  # in the table of all, a schedule that takes other sizes is left out
+        except ScheduleError as error:  # the table of all leaves out schedules that need other sizes
             args.left_out.append(f"{error}")
     if not args.schedules or (args.schedule and args.left_out):
         parser.error(f"--schedule {args.left_out[0]}")

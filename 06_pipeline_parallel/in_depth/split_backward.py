@@ -1,11 +1,11 @@
 """Backward in two parts, for any module: first the gradient of the input, later the gradients of the weights.
 
-Problem. A stage of a pipeline waits for the gradient of its output and then computes two things: the gradient of its
-input, for which the stage below is waiting, and the gradients of its weights, for which nobody waits until the
-optimizer steps. `loss.backward()` computes both at once, so the stage below waits twice as long as it must.
+Problem. A pipeline stage waits for the gradient of its output and then computes two things: the gradient of
+its input, for which the stage below waits, and the gradients of its weights, which are not needed before the
+optimizer step. `loss.backward()` computes both at once, so the stage below waits twice as long as it must.
 
-Idea (Zero Bubble, arXiv 2401.10241). Do the first part at once, B, and keep the second, W, for a moment in which the
-rank has nothing else to do. For y = x Wᵀ, one matrix product is one part:
+Idea (Zero Bubble, arXiv 2401.10241). Do the first part at once, B, and delay the second, W, until the rank
+would otherwise be idle. For y = x Wᵀ, each part is one matmul:
 
     F  y  = x Wᵀ              waits for x
     B  dx = dy W              waits for dy; the stage below waits for it
@@ -13,24 +13,24 @@ rank has nothing else to do. For y = x Wᵀ, one matrix product is one part:
 
 How, in PyTorch. Autograd's graph leads from the output back to the input and to every weight:
 
-    output ── node ── CUT ── node ── CUT ── input        CUT: a node on the way to the input at which
-                       │              │                       a way to weights turns off, such as MmBackward
+    output ── node ── CUT ── node ── CUT ── input        CUT: a node on the path to the input where
+                       │              │                       a path to weights branches off (MmBackward)
                        t              t
                        │              │
                      weight         weight
 
-    B   run the graph with only the input as its aim. Autograd asks each node only for gradients that lie on the way, so
-        MmBackward computes dy W and not dyᵀ x. At each CUT a hook keeps the gradient that comes in.
-    W   start at each CUT with the kept gradient, with only its weights as aims: MmBackward computes dyᵀ x and no more.
-        Then hand each weight its sum, once, so that hooks on the weight (data parallel's) fire as they always do.
+    B   run the graph with only the input as its target. Autograd asks each node only for gradients on that
+        path, so MmBackward computes dy W but not dyᵀ x. At each CUT a hook saves the incoming gradient.
+    W   start at each CUT with the saved gradient and only its weights as targets: MmBackward computes dyᵀ x.
+        Then accumulate each weight's sum once, so that hooks on the weight (data parallel's) fire as usual.
 
 Floating-point operations of a linear layer: F : B : W = 1 : 1 : 1, and the demo counts them.
-Bytes: what F saved lives until W, and one gradient for each CUT is added between B and W.
+Bytes: what F saved stays until W, plus one gradient for each CUT between B and W.
 
 Run it:
     python split_backward.py                 one process, CPU or GPU: errors, operations, hooks
-    python split_backward.py --recompute     with blocks that keep only their input
-The last line is PASS, or the script exits with 1 and says which number is off.
+    python split_backward.py --recompute     with blocks that save only their input
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 import argparse
@@ -54,11 +54,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def nodes_between(output: Node, aims: set[Node]) -> list[Node]:
-    """The nodes that lie on a way from `output` to one of `aims`, those near the output first; the aims left out.
+    """The nodes on a path from `output` to one of `aims`, in order from the output; without the aims.
 
-    `node.next_functions` are the nodes that get this node's results, so a way through them is a way that gradients go.
+    `node.next_functions` are the nodes that receive this node's results, so gradients flow along such a path.
     """
-    reaches: dict[Node, bool] = {}  # filled from the far end: a node is decided after all nodes behind it
+    reaches: dict[Node, bool] = {}  # filled from the inputs: a node after all nodes behind it
     stack = [output]
     while stack:
         node = stack[-1]
@@ -75,7 +75,7 @@ def nodes_between(output: Node, aims: set[Node]) -> list[Node]:
 
 
 def weights_behind(nodes: Iterable[Node]) -> set[Node]:
-    """Where the weights behind these nodes receive their gradients: the AccumulateGrad node of each."""
+    """The AccumulateGrad node of each weight behind these nodes: there it receives its gradient."""
     seen, stack = set(nodes), list(nodes)
     while stack:
         for child, _ in stack.pop().next_functions:
@@ -86,7 +86,7 @@ def weights_behind(nodes: Iterable[Node]) -> set[Node]:
 
 
 class Cut:
-    """A node on the way to the input at which a way to weights turns off, and the gradients that came to it in B."""
+    """A node on the path to the input where a path to weights branches off, and its gradients from B."""
 
     def __init__(self, node: Node, weights: set[Node]):
         self.node, self.weights = node, weights
@@ -94,7 +94,7 @@ class Cut:
 
     @classmethod
     def at(cls, edge: GradientEdge, grad: Tensor) -> "Cut":
-        """A cut at a place whose gradient is known, and behind which everything is left to W."""
+        """A cut at an edge whose gradient is known; everything behind it is left to W."""
         cut = cls(edge.node, weights_behind([edge.node]))
         grads: list[Tensor | None] = [None] * len(edge.node._input_metadata)  # one for each output of the node
         grads[edge.output_nr] = grad
@@ -105,11 +105,11 @@ class Cut:
         self.grads = grads
 
     def again(self, _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """In W, whatever comes in is replaced by what came in during B: it is the whole gradient already."""
+        """In W, replace the incoming gradient by the one from B, which is already complete."""
         return self.grads
 
     def kept(self) -> list[tuple[GradientEdge, Tensor]]:
-        """The kept gradients, and the places in the graph to start with them."""
+        """The saved gradients, and the edges of the graph to start from."""
         return [(GradientEdge(self.node, i), grad) for i, grad in enumerate(self.grads) if grad is not None]
 
 
@@ -121,10 +121,10 @@ def backward_for_input(
 ) -> tuple[list[Tensor | None], "WeightPart"]:
     """B. The gradients of `inputs`, and what is left to do for the weights. No weight's `.grad` is touched.
 
-    output   the module's output, as `get_gradient_edge(y)`: the place in the graph, without the numbers of y
+    output   the module's output, as `get_gradient_edge(y)`: the edge in the graph, without the data of y
     grad     the gradient of the loss with respect to it, of y's shape
-    inputs   tensors to get gradients for, as edges too. Usually the module's input x (which must require a gradient);
-             if x are tokens, which have none, the first activation made from them
+    inputs   tensors to get gradients for, also as edges. Usually the module's input x (which must require a
+             gradient); if x are tokens, which have none, the first activation computed from them
     """
     aims = {edge.node for edge in inputs}
     between = nodes_between(output.node, aims) if output.node not in aims else []
@@ -145,7 +145,7 @@ def backward_for_input(
     finally:
         for handle in handles:
             handle.remove()
-    # What lies behind an input is left to W: nothing if it is a leaf; the embedding, if it is the first activation.
+    # What is behind an input is left to W: nothing for a leaf, the embedding for the first activation.
     leaf = [not edge.node.next_functions for edge in inputs]
     cuts += [Cut.at(edge, g) for edge, g, end in zip(inputs, found, leaf, strict=True) if g is not None and not end]
     if output.node not in on_the_way:  # the output does not depend on the inputs: all of it is left to W
@@ -159,8 +159,8 @@ def backward_for_input(
 
 @cache
 def python_nodes_own_their_graph() -> bool:
-    """Does the node of a torch.autograd.Function keep itself alive? In torch 2.11 only whoever is before it does so,
-    or the `ownership_token` of the output's edge: there W has to hold that edge until it is through."""
+    """Does the node of a torch.autograd.Function keep itself alive? In torch 2.11 only its predecessor does,
+    or the `ownership_token` of the output's edge, so W has to hold that edge until it is done."""
 
     class Same(torch.autograd.Function):
         @staticmethod
@@ -171,8 +171,8 @@ def python_nodes_own_their_graph() -> bool:
         def backward(ctx, grad: Tensor) -> Tensor:
             return grad
 
-    with torch.enable_grad():  # the first to ask may be a recomputed block, in whose backward it is off
-        node = Same.apply(torch.ones(1, requires_grad=True)).grad_fn  # and the tensor is gone
+    with torch.enable_grad():  # the first caller may be a recomputed block, in whose backward it is off
+        node = Same.apply(torch.ones(1, requires_grad=True)).grad_fn  # the tensor is freed
     try:
         return node is not None and node.next_functions is not None
     except RuntimeError:
@@ -180,19 +180,19 @@ def python_nodes_own_their_graph() -> bool:
 
 
 class WeightPart:
-    """What B left to do. It holds the graph, and with it the activations, until `run` is through: W."""
+    """The rest after B. It keeps the graph, and so the activations, alive until `run`, W, is done."""
 
     def __init__(self, cuts: list[Cut], parts: list["WeightPart"], owner: GradientEdge | None = None):
-        self.cuts, self.parts, self.owner = cuts, parts, owner  # parts: those of the recomputed blocks inside
+        self.cuts, self.parts, self.owner = cuts, parts, owner  # parts: of the recomputed blocks inside
 
     def run(self) -> None:
-        """W. Adds the gradient to `.grad` of every weight, and fires its hooks, once each."""
+        """W. Adds the gradient to `.grad` of every weight, and fires each of its hooks once."""
         sums = self.gradients()
         if sums:  # one backward for all: a weight with two uses gets the sum of both before its hooks fire
             torch.autograd.backward([place for place, _ in sums], [grad for _, grad in sums])
 
     def gradients(self) -> list[tuple[GradientEdge, Tensor]]:
-        """The gradients of the weights behind all cuts. What is done is let go, from the output side on."""
+        """The gradients of the weights behind all cuts. Finished parts of the graph are freed on the way."""
         result = []
         for group in together(self.cuts):
             # --- exercise 6.28: from the gradients of these cuts to the gradients of their weights, and no more ---
@@ -216,10 +216,10 @@ class WeightPart:
 
 
 def together(cuts: list[Cut]) -> list[list[Cut]]:
-    """Cuts that share a weight, in one group; usually each is alone.
+    """Groups of cuts that share a weight; usually each cut is alone.
 
-    From the cut nearer to the output a second way leads to the shared weight, through the other cut. Started one by
-    one, that way would be counted twice; started together, the hook `again` stops at the second cut what comes along.
+    From the cut nearer to the output a second path leads to the shared weight, through the other cut. One by
+    one, that path would be counted twice. Together, the hook `again` replaces what arrives at the second cut.
     """
     groups: list[list[Cut]] = []
     for cut in cuts:
@@ -233,7 +233,7 @@ def together(cuts: list[Cut]) -> list[list[Cut]]:
 
 
 def autocast_of_now(device_type: str) -> AbstractContextManager[object]:
-    """The autocast that is in force here, on or off, to be entered again later."""
+    """The current autocast state, on or off, to enter again later."""
     if not torch.amp.is_autocast_available(device_type):  # meta
         return nullcontext()
     dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
@@ -241,12 +241,12 @@ def autocast_of_now(device_type: str) -> AbstractContextManager[object]:
 
 
 class Recomputed(torch.autograd.Function):
-    """Keep the input of a block; in B run the block again, and split the backward of this second run."""
+    """Save only the input of a block; B runs the block again and splits the backward of that second run."""
 
     @staticmethod
     def forward(ctx, function: Callable[..., Tensor], x: Tensor, *constants) -> Tensor:
         ctx.function, ctx.constants = function, constants
-        ctx.weight_parts = None  # a list while B runs: `backward_for_input` puts it here, and takes it out
+        ctx.weight_parts = None  # a list during B, set by `backward_for_input`
         ctx.save_for_backward(x)
         ctx.devices = [x.device] if x.is_cuda else []
         ctx.random = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in ctx.devices]
@@ -271,16 +271,16 @@ class Recomputed(torch.autograd.Function):
 
 
 def recomputed_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function(x, *constants)`, of which autograd keeps x only; constants get no gradient (positions, cos, sin).
+    """`function(x, *constants)`, saving only x; constants (positions, cos, sin) get no gradient.
 
-    torch.utils.checkpoint is exact with a split backward too, but it runs the block again for every call of the
-    engine: for B, and then for each cut in W. Here the block runs again once, in B, and what W needs of the second
-    run is kept until W; so recomputation saves memory between F and B, and not between B and W. x is floating-point.
+    torch.utils.checkpoint is also exact with a split backward, but reruns the block for every engine call:
+    for B, and for each cut in W. Here it reruns once, in B, and W's part of that run is saved until W. So
+    recomputation saves memory between F and B, but not between B and W. x is floating-point.
     """
 
     def run(x: Tensor, *constants) -> Tensor:
         if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # autograd does not see the weights: without this it would not come back
+            x = x.detach().requires_grad_()  # autograd does not see the weights: without this, no backward
         return Recomputed.apply(function, x, *constants)
 
     return run
@@ -331,7 +331,7 @@ def main() -> None:
     parser = OneLineParser(description="Backward in two parts.", allow_abbrev=False)
     parser.add_argument("--recompute", action="store_true", help="blocks keep their input only")
     args = parser.parse_args()
-    if os.environ.get("RANK", "0") != "0":  # there is nothing to share among ranks; one of them shows it
+    if os.environ.get("RANK", "0") != "0":  # every rank would compute the same
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)

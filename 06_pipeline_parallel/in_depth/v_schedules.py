@@ -1,37 +1,37 @@
-"""Schedules in a V whose memory is chosen first: V-Min, V-Half, and an automatic one for any limit.
+"""V schedules for a chosen memory: V-Min, V-Half, and an automatic one for any limit.
 
-Problem. 1F1B holds p micro-batches on rank 0, ZB-V as much on every rank. If that does not fit, a list of rules such as
-"warm-up, steady state, cool-down" does not say what to change.
+Problem. 1F1B holds p micro-batches on rank 0, ZB-V as much on every rank. If that does not fit, rules such as
+"warm-up, steady state, cool-down" do not say what to change.
 
-Idea (arXiv 2405.15362). Look at *one* micro-batch alone. It goes down the ranks (F), up again (F, the rank's second
-stage), back down (B) and back up (B). How long it stays on a rank, from its F's to its W's, is up to us. Repeat this
-block every six units of time, because F, F, B, B, W, W keep a rank busy for six: then a rank holds
+Idea (arXiv 2405.15362). Take *one* micro-batch alone. It goes down the ranks (F), up again (F, the rank's
+second stage), back down (B) and back up (B). The time from its F's to its W's on a rank is our choice. Repeat
+this block every six units of time, because F, F, B, B, W, W keep a rank busy for six. Then a rank holds
 
     (time that the first chunk stays + time that the second stays) / 6        half stages; 1F1B holds 2p on rank 0
 
     rank 0   F0 . . . . . . f0 B0 . . . . . . b0     V-Min, p = 4: a step from rank to rank takes one unit everywhere.
-    rank 1   . F0 . . . . f0 . . B0 . . . . b0 .     Capitals: the chunk on the way down; f, b: that on the way up.
+    rank 1   . F0 . . . . f0 . . B0 . . . . b0 .     Capitals: the chunk of the way down; f, b: of the way up.
     rank 2   . . F0 . . f0 . . . . B0 . . b0 . .     Rank 0: F0 stays 16 units, f0 two. Rank 3: 10 and 8. In a V the
     rank 3   . . . F0 f0 . . . . . . B0 b0 . . .     sum is the same on all ranks, and the sum is what is held.
 
-How long a step to the next rank takes, on the four ways, is the whole difference between these schedules:
+These schedules differ only in how long a step to the next rank takes on each of the four ways:
 
     ways      F down, F up, B down, B up    a micro-batch stays about  held, of 1F1B's 2p half stages
     V-Min         1,   1,    1,    1                  4p                    1/3
     V-Half        2,   1,    2,    1                  6p                    1/2
     ZB-V          6 in two steps                     12p                    all of it, and no bubble (schedules.py)
 
-Two blocks six units apart must not want the same unit of a rank. So the block may have to pause where it turns: the
-code looks for the shortest pauses (the paper gives them by cases of p). W's go into the units that stay free.
+Two blocks six units apart must not use the same unit of a rank. So the block may have to pause where it
+changes direction: the code tries pauses, shortest first (the paper has cases of p). W's fill the free units.
 
-If F, B and W take a unit each, this is exact for m > p, W's included (counted here; the paper gives the limits):
+If F, B and W take one unit each, this is exact for m > p, with W's (counted here; the paper has the limits):
 
     V-Min     holds 2 floor((p+1)/3) + 2, two less on every third rank if p mod 3 = 2; bubble 4p-5, 4p-3 if 3 divides p
     V-Half    holds 2 floor(p/2) + 2;                                                  bubble floor(7p/2) - 2 - p mod 2
     1F1B      holds 2p on rank 0, in the same half stages;                             bubble 6 (p-1)
 
-The paper shortens the ends of both by moving what fits; here that is the work of `automatic_v`, which runs rank by rank
-whatever is ready, for measured times, under any limit. Its answers to three questions are tried and the best kept.
+The paper shortens both ends by moving what fits. Here `automatic_v` does so: for measured times and any
+limit, each rank runs what is ready. It tries all answers to three questions and keeps the best.
 
 Run it:
     python v_schedules.py [--ranks 4] [--micro-batches 8]         the table above, counted; last line PASS
@@ -89,7 +89,7 @@ def starts(p: int, ways: Sequence[int], pauses: Sequence[int]) -> list[tuple[int
 
 
 def block(p: int, ways: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """The starts with the shortest pauses at which blocks six units apart never meet on a rank."""
+    """The starts with the shortest pauses for which blocks six units apart never overlap on a rank."""
     pauses = sorted(product(range(INTERVAL), repeat=3), key=lambda given: (sum(given), max(given), given))
     for given in pauses:
         times = starts(p, ways, given)
@@ -105,7 +105,7 @@ def repeated(name: str, p: int, m: int, ways: Sequence[int]) -> Schedule:
         down, up = r, 2 * p - 1 - r
         steps = ((F, down), (F, up), (B, up), (B, down))
         row = {time + INTERVAL * i: Action(*step, i) for i in range(m) for step, time in zip(steps, times, strict=True)}
-        actions, waiting = [], deque()  # waiting: B's whose W is still to do
+        actions, waiting = [], deque()  # waiting: B's with a pending W
         for now in range(max(row) + 1):
             if now in row:
                 actions.append(row[now])
@@ -120,12 +120,12 @@ def repeated(name: str, p: int, m: int, ways: Sequence[int]) -> Schedule:
 
 
 def v_min(p: int, m: int, v: int = 2) -> Schedule:
-    """A third of 1F1B's memory. With unequal times every block waits for others, so the bubble grows with m."""
+    """A third of 1F1B's memory. With unequal times every block is delayed, so the bubble grows with m."""
     return repeated("v-min", p, m, WAYS["v-min"])
 
 
 def v_half(p: int, m: int, v: int = 2) -> Schedule:
-    """Half of 1F1B's memory. Its blocks have room for unequal times."""
+    """Half of 1F1B's memory. Its blocks have slack for unequal times."""
     return repeated("v-half", p, m, WAYS["v-half"])
 
 
@@ -140,7 +140,7 @@ def predicted(name: str, p: int) -> tuple[float, tuple[int, ...]]:
 
 # ------------------------------------------------------------------------------------------------------- automatic
 
-ORDERS = (  # which of what is ready comes first; chunk 0 is the one on the way down
+ORDERS = (  # priority among ready actions; chunk 0 is the one of the way down
     ((B, 1), (B, 0), (F, 1), (F, 0)),
     ((B, 0), (B, 1), (F, 1), (F, 0)),
     ((F, 1), (B, 1), (B, 0), (F, 0)),
@@ -148,18 +148,18 @@ ORDERS = (  # which of what is ready comes first; chunk 0 is the one on the way 
 
 
 def greedy_v(p: int, m: int, times: Times, limit: int, caps: Sequence[int], order: Sequence, patient: bool) -> Schedule:
-    """Whenever a rank falls idle it takes the first of `order` that is ready and fits; a W if there is none.
+    """An idle rank runs the first action of `order` that is ready and fits, or a W if there is none.
 
-    `caps[r]`: how many first chunks rank r may hold, below `limit`. The rest is kept free for second chunks: without
-    it the ranks fill up with micro-batches on their way down, and none can ever come up again. With a single place
-    free the oldest can always go on. `patient`: rather wait for what arrives before a W would be over.
+    `caps[r]`: how many first chunks rank r may hold, below `limit`. The rest is reserved for second chunks,
+    or else ranks would fill with micro-batches of the way down, and none could continue. With one place free
+    the oldest can always proceed. `patient`: wait for a result that arrives before a W would end.
     """
     place, c, last = v_shape(p), times.communication, 2 * p - 1
     cost = {(kind, stage): times.of(Action(kind, stage, 0)) for kind in (F, B, W) for stage in range(2 * p)}
     arrived: dict[tuple[str, int], list[float]] = {(kind, stage): [] for kind in (F, B) for stage in range(2 * p)}
     arrived[F, 0] = [0.0] * m
     done = dict.fromkeys(cost, 0)
-    waiting: list[deque[int]] = [deque() for _ in range(p)]  # stages of the B's whose W is still to do
+    waiting: list[deque[int]] = [deque() for _ in range(p)]  # stages of the B's with a pending W
     free, lists = [0.0] * p, [[] for _ in range(p)]
     events = [(0.0, rank) for rank in range(p)]
     while events:
@@ -207,7 +207,7 @@ def automatic_v(p: int, m: int, times: Times | None = None, limit: int | None = 
         raise ScheduleError(
             f"a limit of {limit}: in a V each micro-batch holds two half stages on a rank; use 2 or more"
         )
-    shapes = set()  # of the caps: about a dozen, from a third of the limit up, the same on all ranks or falling
+    shapes = set()  # about a dozen caps, from a third of the limit up, equal on all ranks or falling
     for most in range(max(1, limit // 3), limit, max(1, limit // 12)):
         shapes |= {tuple(max(1, min(most - fall * r // 2, m)) for r in range(p)) for fall in (0, 1)}
     answers = product(sorted(shapes), ORDERS, (False, True))

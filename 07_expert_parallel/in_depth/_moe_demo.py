@@ -1,4 +1,4 @@
-"""What the demos of this chapter share: counting of bytes and of waits, the table, the start of a process group."""
+"""Shared by the demos of this chapter: counters of bytes and host waits, the table, the process group."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # imported later, with a group open, it would keep that group alive
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Wire(TorchDispatchMode):
-    """Counts this rank's all-to-alls, the bytes that leave the rank in them, and to which rank of the world they go."""
+    """Counts this rank's all-to-alls, and the bytes that it sends in them to each rank of the world."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class Wire(TorchDispatchMode):
 
 
 class HostWaits(TorchDispatchMode):
-    """On any device, CPU too: the operations inside the block for which the host would wait for a GPU.
+    """On any device, including CPUs: the operations in the block for which the host would wait for a GPU.
 
-    Those are: a value that Python reads (`item`, `tolist`, `int`, `bool`); an output as long as the data say
-    (`nonzero`, indexing with a mask, `unique`, `bincount`, `repeat_interleave` without `output_size`); a tensor made of
-    Python's numbers, which a GPU fetches from the host. A GPU counts its own: torch.cuda.set_sync_debug_mode("error").
+    These are: a value that Python reads (`item`, `tolist`, `int`, `bool`); an output whose size depends on
+    data (`nonzero`, indexing with a mask, `unique`, `bincount`, `repeat_interleave` without `output_size`); a
+    tensor made from Python numbers, copied from the host. On a GPU: torch.cuda.set_sync_debug_mode("error").
     """
 
-    READS = ("tolist", "numpy", "cpu", "__array__")  # on the CPU they are no operation, and just read the memory
+    READS = ("tolist", "numpy", "cpu", "__array__")  # on a CPU these only read memory
     SIZES = ("nonzero", "_unique2", "unique_dim", "unique_consecutive", "bincount", "masked_select")
     WAITS = (*SIZES, "repeat_interleave", "_local_scalar_dense", "equal", "lift_fresh")  # the last: torch.tensor([...])
 
@@ -116,7 +116,7 @@ class Report:
             self.errors.append(((got - want).abs().max() / (want.abs().max().item() or 1.0)).item())
 
     def add_errors(self, what: str, tolerance: float = 1e-10) -> None:
-        right = all(error <= tolerance for error in self.errors)  # False for NaN, as it should be
+        right = all(error <= tolerance for error in self.errors)  # False for NaN, as required
         worst = max(self.errors, key=lambda error: (error != error, error))
         self.add(what, f"<= {tolerance:g}", f"{worst:.1e}", right)
         self.errors = []
@@ -140,7 +140,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoReturn:
-    """Start the process group, run the demo, say PASS or what is off."""
+    """Start the process group, run the demo, print PASS or the failures."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
     if gpu:
@@ -148,7 +148,7 @@ def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoRe
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
     rank, wrong = dist.get_rank(), demo(dist.group.WORLD, device)
-    gc.collect()  # what refers to the group in a cycle must not outlive it
+    gc.collect()  # cycles that refer to the group must not outlive it
     dist.destroy_process_group()
     if rank == 0:
         print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
@@ -156,7 +156,7 @@ def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoRe
 
 
 def text(rows: int, length: int, start: int = 0) -> Tensor:
-    """[rows, length] bytes of the standard library's own source, from byte `start` on; it begins again at its end."""
+    """[rows, length] bytes of the standard library's source, from byte `start`, wrapping at the end."""
     data = torch.frombuffer(bytearray(Path(tokenize.__file__).read_bytes()), dtype=torch.uint8).long()
     return data[(start + torch.arange(rows * length)) % len(data)].view(rows, length)
 

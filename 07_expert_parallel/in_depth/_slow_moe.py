@@ -1,4 +1,4 @@
-"""The tests' reference: a mixture of experts one token after the other, on one process. Nothing is sorted or sent."""
+"""The tests' reference: a mixture of experts, token by token, on one process. Nothing is sorted or sent."""
 
 import math
 
@@ -23,7 +23,7 @@ def chosen(scores: list[float], c: MoEConfig) -> list[int]:
 
 
 class SlowMoE(nn.Module):
-    """The layer with all experts; `extra` is the balance loss and z-loss of the last call, `dropped` its victims."""
+    """The layer with all experts; `extra`: balance loss and z-loss of the last call, `dropped`: its drops."""
 
     def __init__(self, c: MoEConfig):
         super().__init__()
@@ -44,7 +44,7 @@ class SlowMoE(nn.Module):
         picks = [chosen(row, c) for row in (s + bias).tolist()]
         room = [math.inf if c.capacity is None else math.ceil(c.capacity * c.top_k * len(x) / c.experts)] * c.experts
         kept = set()
-        for k in range(c.top_k):  # first choices stand before second choices
+        for k in range(c.top_k):  # first choices before second choices
             for t, experts in enumerate(picks):
                 if room[experts[k]] > 0:
                     room[experts[k]] -= 1

@@ -4,7 +4,7 @@
     python 07_expert_parallel/in_depth/bench_expert_dispatch.py --gpu           one GPU, milliseconds and TFLOPs
     python 07_expert_parallel/in_depth/bench_expert_dispatch.py --gpu --dry --out DIR   the same at toy size, on the CPU
 
-First all of them must agree with all experts on all tokens, forward and backward; only then is anything timed.
+First all must match a reference of all experts on all tokens, in both passes; only then is anything timed.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def leaves(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def layer_step(version: str, compute: str) -> Callable[[], list[Tensor]]:
-    """Forward and backward of a whole layer on this rank: router, dispatch, experts, the way back."""
+    """Forward and backward of a full layer on this rank: router, dispatch, experts, combine."""
     rank, group = dist.get_rank(), dist.group.WORLD
     w1, w3, w2, gate = weights_of(E)
     local = leaves([w.chunk(P)[rank] for w in (w1, w3, w2)])
@@ -67,7 +67,7 @@ def layer_step(version: str, compute: str) -> Callable[[], list[Tensor]]:
 
 
 def dense_step() -> Callable[[], None]:
-    """A feed-forward layer in which each token meets as many parameters as in K experts: K times as wide."""
+    """A feed-forward layer with as many parameters per token as K experts: K times as wide."""
     w1, w3, w2, _ = (w.flatten(0, 1) for w in weights_of(K))
     gate, up, down, x = leaves([w1, w3, w2.view(K, H, F_).transpose(0, 1).flatten(1), tokens_of(dist.get_rank())])
 

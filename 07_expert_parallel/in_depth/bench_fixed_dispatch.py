@@ -1,4 +1,4 @@
-"""The layer with fixed shapes beside the one that waits: waits of the host, dropped pairs, bytes, seconds.
+"""The layer with fixed shapes next to the one that waits: host waits, dropped pairs, bytes, seconds.
 
     python 07_expert_parallel/in_depth/bench_fixed_dispatch.py
 
@@ -40,7 +40,7 @@ def leaves() -> dict[str, Tensor]:
 
 
 def waiting(x, gate, w1, w3, w2, C: int | None) -> tuple[Tensor, Tensor]:
-    """The layer that waits, `pairs` and `loop`; C: with those pairs dropped that find no slot."""
+    """The layer that waits, `pairs` and `loop`; C: pairs without a slot are dropped."""
     group = dist.group.WORLD
     routing = route(router_logits(x, gate), K)
     kept = None if C is None else slots_of(routing.experts, E, C) < E * C

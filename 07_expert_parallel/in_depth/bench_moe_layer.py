@@ -1,4 +1,4 @@
-"""What the layer keeps for backward, with and without recomputation, and what recomputing costs.
+"""What the layer saves for backward, with and without recomputation, and the cost of recomputation.
 
     python 07_expert_parallel/in_depth/bench_moe_layer.py
 

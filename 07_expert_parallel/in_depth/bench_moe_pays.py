@@ -1,11 +1,11 @@
-"""Does it pay? Experts against a dense model in which each token meets as many parameters, over several seeds.
+"""Does it pay? Experts against a dense model with as many parameters per token, over several seeds.
 
     python 07_expert_parallel/in_depth/bench_moe_pays.py               trains all, then draws the figure
     python 07_expert_parallel/in_depth/bench_moe_pays.py --figures     only draws it, from the results
 
-All models have the same attention, start from the same seed, see the same bytes in the same order, and have the same
-optimizer. The dense ones are the mixture with one expert, which all tokens use: a feed-forward layer of its width.
-First, a mixture whose experts are all equal must be the dense model with one of them, in outputs and gradients.
+All models have the same attention, seed, data order and optimizer. The dense ones are the mixture with one
+expert, which all tokens use: a feed-forward layer of its width. First, a mixture whose experts are all equal
+must give the outputs and gradients of the dense model with one of them.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from moe_layer import MoEConfig, moe_layers
 from moe_llama import LlamaConfig, MoELlama, batch_of, init_moe, loss_sum, train_step
 from torch import Tensor
 
-H, ACTIVE, BALANCE = 64, 128, 0.01  # hidden size; numbers inside the experts that a token uses, together
-MODELS = {  # each token meets `ACTIVE` of them, but in the last: that has as many as "1 of 8" and "2 of 16" hold
+H, ACTIVE, BALANCE = 64, 128, 0.01  # hidden size; total width of the experts that a token uses
+MODELS = {  # width `ACTIVE` per token, but in the last as much as "1 of 8" and "2 of 16" hold
     "dense": MoEConfig(H, ACTIVE, experts=1, top_k=1, normalise=True),
     "1 of 8 experts": MoEConfig(H, ACTIVE, experts=8, top_k=1, balance=BALANCE),
     "2 of 8 experts": MoEConfig(H, ACTIVE // 2, experts=8, top_k=2, balance=BALANCE),
@@ -40,7 +40,7 @@ SEEDS, STEPS, B, S, EVERY = (0, 1, 2), 400, 12, 64, 20
 
 
 def corpus() -> tuple[Tensor, Tensor]:
-    """Bytes of the standard library's source: to train on, and files that are held out, every tenth."""
+    """Bytes of the standard library's source: to train on, and every tenth file held out."""
     files = [p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py"))]
     sets = [b"".join(f for i, f in enumerate(files) if (i % 10 == 9) == held) for held in (False, True)]
     return tuple(torch.frombuffer(bytearray(text), dtype=torch.uint8).long() for text in sets)  # type: ignore[return-value]
@@ -53,7 +53,7 @@ def pieces(data: Tensor, many: int, generator: torch.Generator) -> tuple[Tensor,
 
 def make(name: str, seed: int) -> MoELlama:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the router of a single expert has nothing to learn
+        warnings.simplefilter("ignore")  # the router of a single expert cannot learn
         model = MoELlama(LlamaConfig((MODELS | HALF)[name]), None, None)
     init_moe(model, 2, seed, [n for n, _ in model.named_parameters()])
     return model
@@ -82,7 +82,7 @@ def verify() -> None:
 
 
 def train(name: str, seed: int, steps: int = STEPS) -> tuple[list[tuple[int, float]], float, float]:
-    """(Step, held-out loss) every EVERY steps; share of the busiest expert at the end over the mean; seconds a step."""
+    """(Step, held-out loss) every EVERY steps; busiest expert over the mean at the end; seconds per step."""
     torch.set_num_threads(1)
     data, held = corpus()
     fixed = pieces(held, 64, torch.Generator().manual_seed(99))
@@ -106,7 +106,7 @@ def train(name: str, seed: int, steps: int = STEPS) -> tuple[list[tuple[int, flo
 
 
 def run() -> dict:
-    """Every second of the trainings on each of two ranks; seeds in the outer loop, so that both have all models."""
+    """Every second training on each of two ranks; seeds in the outer loop, so that both have all models."""
     jobs = [(name, seed) for seed in SEEDS for name in MODELS]
     return {job: train(*job) for job in jobs[dist.get_rank() :: 2]}
 

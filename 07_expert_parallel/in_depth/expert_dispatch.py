@@ -1,37 +1,37 @@
-"""Expert parallelism II, dispatch: every token travels to where its experts live, and back, and none is lost.
+"""Expert parallelism II, dispatch: send every token to the ranks of its experts, and combine the outputs.
 
-Problem. The experts of a layer are too many for one device. Cut them up: each of P ranks holds E/P experts, whole. Now
-the tokens of a rank want experts of all ranks, and nobody knows beforehand how many will want to go where.
+Problem. The experts of a layer do not fit on one device. So each of P ranks holds E/P full experts. Then the
+tokens of a rank need experts of all ranks, and the counts per rank are not known in advance.
 
-Idea. Sort the tokens by expert, and they are sorted by rank too. Tell every rank how many to expect; send them, in one
-all-to-all with uneven splits; let each expert work on what has arrived; send the results the same way back.
+Idea. Tokens sorted by expert are also sorted by rank. Send every rank its count, then the rows in one
+all-to-all with uneven splits; run each expert on the rows that arrived; send the outputs back the same way.
 
     E = 4, K = 1, P = 2       rank 0: experts 0, 1        rank 1: experts 2, 3
-    tokens want               a→2  b→0  c→2  d→1          p→0  q→3  r→0  s→0
+    tokens choose             a→2  b→0  c→2  d→1          p→0  q→3  r→0  s→0
     permute                   b0 d1 | a2 c2               p0 r0 s0 | q3
     all-to-all of counts      sends 1 1 | 2 0             sends 3 0 | 0 1
     all-to-all of tokens      b0 d1  p0 r0 s0             a2 c2  q3
     sort by expert, compute   b p r s → 0,  d → 1         a c → 2,  q → 3
-    and all the way back      a b c d                     p q r s          · weight, summed over the K of each token
+    combine                   a b c d                     p q r s        · weight, summed over K
 
-Versions:   everywhere   every token to every rank: what an all-gather and a reduce-scatter would send. No counting.
+Versions:   everywhere   every token to every rank, as an all-gather and a reduce-scatter would. No counts.
             pairs        a row for each (token, expert): the drawing above; GShard (2006.16668), Megatron-Core
-            once         a row for each (token, rank): two experts of a token on one rank share the row, and the rank
-                         adds their outputs up before it answers; with a router limited to M ranks, at most M rows
+            once         a row for each (token, rank): a token's experts on one rank share it, and their sum
+                         is sent back; with a router limited to M ranks, at most M rows
 
 Formulas. n rows leave this rank and m rows arrive from others, of H elements and e bytes:
-    forward        n H e out, m H e for the answers; backward the same again      (gradients retrace the way)
+    forward        n H e for dispatch, m H e for combine; backward the same in reverse
     everywhere     n = (P-1) T        pairs: n about K T (P-1)/P        once: n <= M T
     weights        3 H F E/P elements of experts on a rank, instead of 3 H F E
 
-Who sums which gradient. An expert has seen tokens of all ranks of its expert group: their gradients arrived through the
-all-to-all, already added. So it is summed over the ranks that hold the same expert, and over no others.
+Sums of gradients. An expert has seen the tokens of all ranks of its expert group, and its gradient is already
+their sum. So it is summed only over the ranks that hold the same expert.
 
 Run it:
     python expert_dispatch.py                                             one rank, CPU or GPU
-    torchrun --nproc_per_node 4 expert_dispatch.py --version once         gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 expert_dispatch.py --version once         Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 expert_dispatch.py --compute padded --capacity 1.0
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from torch import Tensor
 
 # Legend of shapes: B batch, S sequence, H hidden, F intermediate size of one expert, T = B S tokens of this rank,
 # E experts, K experts per token, P ranks of the expert group; n rows that this rank sends, n' that it receives.
-Compute = Callable[[Tensor, list[int]], Tensor]  # (rows [n', H], sorted by expert; how many each has) -> [n', H]
+Compute = Callable[[Tensor, list[int]], Tensor]  # (rows [n', H] by expert; rows per expert) -> [n', H]
 
 # ------------------------------------------------------------------------------------ the experts: three computations
 
@@ -67,8 +67,8 @@ def experts_loop(
 ) -> Tensor:
     """One expert after the other. x [n', H] sorted by expert, w1 and w3 [E/P, F, H], w2 [E/P, H, F] -> [n', H].
 
-    An expert without tokens is computed too, on zero rows: that costs nothing, and gives it a gradient of zero. If a
-    rank skipped all of its experts, its backward would have no path to the all-to-all that the other ranks wait in.
+    An expert without tokens runs on zero rows, at no cost, so it gets a gradient of zero. If a rank skipped
+    all of its experts, its backward would not reach the all-to-all for which the other ranks wait.
     """
     # --- exercise 7.28: every expert on its own rows, those without rows too ---
     shares = zip(x.split(counts), w1, w3, w2, strict=True)
@@ -79,7 +79,7 @@ def experts_loop(
 def experts_padded(
     x: Tensor, counts: list[int], w1: Tensor, w3: Tensor, w2: Tensor, linear: Callable = F.linear, act=swiglu
 ) -> Tensor:
-    """All experts in one batched product: each gets as many slots as the busiest needs, and the rest is padding."""
+    """All experts in one batched matmul: each has as many slots as the busiest needs, the rest is padding."""
     C = max(counts)
     # --- exercise 7.29: rows into slots, three batched products, rows out of slots ---
     slot = torch.cat([torch.arange(e * C, e * C + n, device=x.device) for e, n in enumerate(counts)])  # [n']
@@ -94,20 +94,20 @@ def experts_padded(
 def experts_grouped(
     x: Tensor, counts: list[int], w1: Tensor, w3: Tensor, w2: Tensor, linear: Callable = F.linear, act=swiglu
 ) -> Tensor:
-    """One kernel that walks through groups of rows of any size: no loop and no padding (MegaBlocks, 2211.15841).
+    """One kernel for groups of rows of any size, without loop or padding (MegaBlocks, 2211.15841).
 
-    torch's takes fp32, bf16 and fp16, and rows that are multiples of 16 bytes.
+    torch's kernel takes fp32, bf16 and fp16, and rows whose size is a multiple of 16 bytes.
     """
     if x.dtype == torch.float64 or any(size * x.element_size() % 16 for size in w1.shape[1:]):
         raise ValueError(f"grouped products need no float64, and rows of 16 bytes: {x.dtype}, {list(w1.shape[1:])}")
     product = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)  # [E/P], where each expert's rows end
+    ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)  # [E/P], ends of the rows
     mm = partial(product, offs=ends)
     hidden = act(mm(x, w1.transpose(1, 2)), mm(x, w3.transpose(1, 2)))  # [n', H] -> [n', F]
     return mm(hidden, w2.transpose(1, 2))
 
 
-# Only the loop multiplies by `linear`: the others take all experts at once, by torch.
+# Only the loop uses `linear`: the others multiply all experts at once, with torch.
 COMPUTES = {"loop": experts_loop, "padded": experts_padded, "grouped": experts_grouped}
 
 # ---------------------------------------------------------------------------------------- rows to other ranks and back
@@ -118,7 +118,7 @@ def size_of(group: Group) -> int:
 
 
 def check_experts(E: int, P: int) -> None:
-    """ValueError in one line unless P ranks can share out E experts."""
+    """ValueError in one line unless P divides E."""
     if E % P:
         fits = ", ".join(str(p) for p in range(1, E + 1) if E % p == 0)
         raise ValueError(f"experts {E} do not divide among {P} expert-parallel ranks; use {fits} ranks")
@@ -138,7 +138,7 @@ def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Group) 
 
 
 class Exchange(torch.autograd.Function):
-    """`exchange_rows` with a gradient. Rows are moved and not changed, so their gradients are moved back, unscaled."""
+    """`exchange_rows` with a gradient. Rows are only moved, so their gradients are moved back, unscaled."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
@@ -153,16 +153,16 @@ class Exchange(torch.autograd.Function):
 
 
 class RouterError(ValueError):
-    """Router logits that are not finite, with layer and rank; raised on all ranks of the expert group alike."""
+    """Router logits that are not finite, with layer and rank; raised on all ranks of the expert group."""
 
 
 @dataclass
 class Plan:
-    """What is decided once for each call of the layer, and reused if the call is recomputed."""
+    """The plan of one call of the layer, reused if the call is recomputed."""
 
     E: int
     experts: Tensor  # [T, K]
-    kept: Tensor | None  # [T, K] bool, which choices have not been dropped; None: all
+    kept: Tensor | None  # [T, K] bool, the choices that are not dropped; None: all
     rows: Tensor  # [n] what this rank sends, by receiver: flat (token, choice), or token
     to: Tensor  # [n] the receiver of each row
     send: list[int]  # [P] rows for each rank
@@ -173,14 +173,14 @@ class Plan:
 def make_plan(
     version: str, experts: Tensor, kept: Tensor | None, E: int, group: Group, bad: Tensor | None = None, what: str = ""
 ) -> Plan:
-    """Count what goes where, and exchange the counts: one small all-to-all, whose counts the host then reads.
+    """Count the rows per receiver and exchange the counts in one small all-to-all. The host reads them.
 
-    That is the only time that the host waits for the device in a layer, forward and backward (with `experts_grouped` it
-    waits once more): it has to know how many rows to send. Where another operation's answer is as long as its data
-    say (`nonzero`, indexing with a mask), what is wanted is sorted to the front here, and cut when sizes are known.
+    This is the only host wait in a layer, forward and backward (`experts_grouped` adds one), because the host
+    needs the numbers of rows to send them. Operations whose output size depends on data (`nonzero`, indexing
+    with a mask) are avoided: the wanted entries are sorted to the front, and cut once the sizes are known.
 
-    bad: 0-dim, how many tokens have logits that are not finite. It travels with the counts, so that every rank ends
-    with the same line, at the same time, rather than one with an error and the others in a timeout. what: whose logits.
+    bad: 0-dim, how many tokens have logits that are not finite. It is sent with the counts, so that all ranks
+    end with the same error at the same time, rather than some in a timeout. what: the layer of the logits.
     """
     P, T = size_of(group), len(experts)
     bad = experts.new_zeros(()) if bad is None else bad
@@ -194,15 +194,15 @@ def make_plan(
     else:
         used = torch.ones_like(experts, dtype=torch.bool) if kept is None else kept
         wanted = torch.zeros(T, P, dtype=torch.int64, device=experts.device)
-        wanted.scatter_add_(1, experts // (E // P), used.long())  # how many experts of each rank a token wants
+        wanted.scatter_add_(1, experts // (E // P), used.long())  # how many experts of each rank a token uses
         wanted = wanted > 0 if version == "once" else torch.ones_like(wanted)
-        rows = first_true(wanted.T)  # [P T] by rank, then by token; those that nobody wants last
+        rows = first_true(wanted.T)  # [P T] by rank, then by token; unused ones last
         to, rows = rows // max(T, 1), rows % max(T, 1)
         leave = wanted.sum(0)[:, None]  # [P, 1]
         mine = expert_counts(experts.masked_fill(~used, E), E + 1)[:E].view(P, -1)  # [P, E/P]
     message = torch.cat((leave, mine, bad.expand(P, 1)), 1)
     if version == "pairs":
-        message = message[:, 1:]  # its rows are its pairs: the receiver can add them up
+        message = message[:, 1:]  # the receiver can sum the pairs to get the rows
     theirs = exchange_rows(message, [1] * P, [1] * P, group)  # [P, E/P + 1] or [P, E/P + 2]: row r is from rank r
     message, come = torch.stack((message, theirs)).tolist()  # the host waits
     ill = [f"{row[-1]} tokens on rank {global_rank(group, rank)}" for rank, row in enumerate(come) if row[-1]]
@@ -211,18 +211,18 @@ def make_plan(
     send, receive = ([sum(row[:-1]) if version == "pairs" else row[0] for row in side] for side in (message, come))
     arrived, n = [row[-1 - E // P : -1] for row in come], sum(send)
     if n < len(rows):
-        rows, to = rows[:n].clone(), to[:n].clone()  # a view would keep the rest alive, too
+        rows, to = rows[:n].clone(), to[:n].clone()  # a view would also keep the rest alive
     return Plan(E, experts, kept, rows, to, send, receive, arrived)
 
 
 def first_true(wanted: Tensor) -> Tensor:
-    """Where `wanted` is true, as flat places in their order, then where it is not: as long as `wanted`, whatever its
-    values. What `nonzero` says is as long as there are values that are true, and the host waits to hear it."""
+    """The flat indices where `wanted` is true, in order, then the others: the length is always that of
+    `wanted`. The length of `nonzero` depends on the data, so the host would wait for it."""
     return (wanted.flatten() == 0).long().argsort(stable=True)
 
 
 def dispatch_pairs(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, group: Group) -> Tensor:
-    """x [T, H], weights [T, K] -> [T, H]. The weighted sum is taken at home."""
+    """x [T, H], weights [T, K] -> [T, H]. The rank of the token takes the weighted sum."""
     K, per_rank = weights.shape[1], len(plan.arrived[0])
     # --- exercise 7.32: there, compute, and back, each row to its place ---
     rows = Exchange.apply(x[plan.rows // K], plan.send, plan.receive, group)  # [n, H] -> [n', H]: by rank, then expert
@@ -237,10 +237,10 @@ def dispatch_pairs(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, gro
 
 
 def dispatch_rows(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, group: Group) -> Tensor:
-    """The same for versions everywhere and once. The weights travel along, and the sum is taken where the experts are.
+    """The same for versions everywhere and once. The weights are also sent; the expert's rank takes the sum.
 
-    What travels is a table [n, E/P] of the weights for the receiver's experts, with -1 for "not this one": a weight is
-    never negative, but it can be 0 and still have a gradient.
+    Each row has a table [n, E/P] of the weights for the receiver's experts, with -1 for "not this one", since
+    a weight is never negative, but can be 0 and still have a gradient.
     """
     P, E = size_of(group), plan.E
     weights = weights if plan.kept is None else weights.masked_fill(~plan.kept, -1)
@@ -250,13 +250,13 @@ def dispatch_rows(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, grou
     rows = Exchange.apply(x[plan.rows], plan.send, plan.receive, group)  # [n, H] -> [n', H]
     table = Exchange.apply(table, plan.send, plan.receive, group)  # [n, E/P] -> [n', E/P]
     counts = [sum(column) for column in zip(*plan.arrived, strict=True)]  # pairs of each expert here
-    pairs = first_true((table >= 0).T)[: sum(counts)]  # those that meet here, by expert
+    pairs = first_true((table >= 0).T)[: sum(counts)]  # (row, expert) pairs here, by expert
     expert, row = pairs // max(len(table), 1), pairs % max(len(table), 1)
     y = compute(rows[row], counts)
     y = y * table[row, expert, None].to(y.dtype)
-    y = y.new_zeros(len(rows), y.shape[1]).index_add(0, row, y)  # [n', H]: the experts of this rank added up
+    y = y.new_zeros(len(rows), y.shape[1]).index_add(0, row, y)  # [n', H]: summed over this rank's experts
     y = Exchange.apply(y, plan.receive, plan.send, group)  # [n', H] -> [n, H]
-    return y.new_zeros(len(x), y.shape[1]).index_add(0, plan.rows, y)  # [n, H] -> [T, H]: the ranks added up
+    return y.new_zeros(len(x), y.shape[1]).index_add(0, plan.rows, y)  # [n, H] -> [T, H]: summed over ranks
     # --- end exercise ---
 
 
@@ -264,7 +264,7 @@ DISPATCH = {"everywhere": dispatch_rows, "pairs": dispatch_pairs, "once": dispat
 
 
 def reference(x: Tensor, weights: Tensor, plan: Plan, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-    """Every expert computes every token, and most is multiplied by 0: E/K times the work, and hard to get wrong."""
+    """Every expert computes every token, and most results are multiplied by 0: slow, E/K times the work."""
     weights = weights if plan.kept is None else weights * plan.kept
     share = weights.new_zeros(len(x), plan.E).scatter(1, plan.experts, weights)  # [T, E]
     every = torch.stack(
@@ -277,7 +277,7 @@ def reference(x: Tensor, weights: Tensor, plan: Plan, w1: Tensor, w3: Tensor, w2
 
 
 def rows_that_leave(version: str, experts: Tensor, used: Tensor, E: int, P: int, rank: int) -> list[int]:
-    """Rows that `rank` of P sends to each rank (to itself 0), from its tokens' choices alone: the formula's n."""
+    """Rows that `rank` of P sends to each rank (to itself 0), from its tokens' choices: the formula's n."""
     owner = experts // (E // P)  # [T, K]
     if version == "everywhere":
         rows = [len(experts)] * P
@@ -289,16 +289,16 @@ def rows_that_leave(version: str, experts: Tensor, used: Tensor, E: int, P: int,
 
 
 def bytes_sent(version: str, rows: list[list[int]], rank: int, H: int, E: int, e: int, e_weight: int) -> int:
-    """Bytes that leave `rank` in all-to-alls, forward and backward. rows[i][j]: rows from rank i to rank j, i != j."""
+    """Bytes that `rank` sends in all-to-alls, both passes. rows[i][j]: rows from rank i to rank j, i != j."""
     P = len(rows)
     n, m = sum(rows[rank]), sum(row[rank] for row in rows)
     counts = (P - 1) * 8 * (E // P + (1 if version == "pairs" else 2))  # int64, forward only
-    tables = 0 if version == "pairs" else (n + m) * E // P * e_weight  # the weights, and in backward their gradients
+    tables = 0 if version == "pairs" else (n + m) * E // P * e_weight  # weights and their gradients
     return 2 * (n + m) * H * e + tables + counts
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """One layer on P ranks, each with its own text, beside one process that has all tokens and all experts."""
+    """One layer on P ranks, each with its own text, next to one process with all tokens and all experts."""
     rank, P, E, K = dist.get_rank(group), size_of(group), args.experts, args.top_k
     H, F_ = args.hidden, args.intermediate
     report, T, dtype = Report(group), args.tokens, torch.float32 if args.compute == "grouped" else torch.float64
@@ -322,7 +322,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     plan = make_plan("pairs", experts, drop(experts, None), E, None)
     all_kept = plan.kept
     want_y = reference(want_x, weights, plan, want["w1"], want["w3"], want["w2"])
-    (want_y * want_y.detach().cos()).sum().backward()  # some gradient that differs from element to element
+    (want_y * want_y.detach().cos()).sum().backward()  # a gradient with different elements
 
     here, local = slice(rank * T, (rank + 1) * T), slice(rank * E // P, (rank + 1) * E // P)
     mine, my_x = {n: leaf(v if n == "gate" else v[local]) for n, v in full.items()}, leaf(inputs[here])
@@ -332,10 +332,10 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         compute = partial(COMPUTES[args.compute], w1=mine["w1"], w3=mine["w3"], w2=mine["w2"])
         y = DISPATCH[args.version](my_x, my_weights, plan, compute, group)
         (y * y.detach().cos()).sum().backward()
-    dist.all_reduce(mine["gate"].grad, group=group)  # the router is on every rank, and saw other tokens on each
+    dist.all_reduce(mine["gate"].grad, group=group)  # routers have seen different tokens
     report.compare(y, want_y[here])
     report.compare(my_x.grad, want_x.grad[here])
-    for name, value in mine.items():  # an expert is on one rank, where all of its tokens have been: nothing to sum
+    for name, value in mine.items():  # an expert is on one rank and has seen all of its tokens: no sum
         report.compare(value.grad, want[name].grad if name == "gate" else want[name].grad[local])
 
     kept = torch.ones_like(experts, dtype=torch.bool) if all_kept is None else all_kept

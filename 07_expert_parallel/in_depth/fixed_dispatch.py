@@ -1,38 +1,38 @@
-"""Expert parallelism V, fixed shapes: a layer in which the host waits for nothing, since it knows every size.
+"""Expert parallelism V, fixed shapes: a layer in which the host never waits, since it knows every size.
 
-Problem. How many rows go from where to where is known only when the router has chosen, and the host has to know it to
-send them. So the layers of expert_dispatch.py wait once: until the device has finished all that was asked of it before.
-Then it stands idle while the host asks for the next thing. And what needs a value in the middle cannot be recorded as
+Problem. The number of rows per sender and receiver is known only after routing, and the host needs it to send
+them. So the layers of expert_dispatch.py wait once, until the device has finished all queued work. Then the
+device is idle until the host queues more. And a layer that reads a value in the middle cannot be captured as
 a CUDA graph and replayed.
 
-Idea. Send the same number of rows whatever was chosen. Each rank has C slots for each of the E experts, and lays a
-pair (token, expert) into the next free slot of its expert. Slots that stay empty travel as zeros; what finds no slot
-is dropped. A product [E/P, P C, H] x [E/P, H, F] computes all experts at once, empty slots too.
+Idea. Always send the same number of rows. Each rank has C slots for each of the E experts, and puts a pair
+(token, expert) into the next free slot of its expert. Empty slots are sent as zeros; pairs without a slot are
+dropped. A matmul [E/P, P C, H] x [E/P, H, F] computes all experts at once, including empty slots.
 
     E = 4, K = 1, P = 2, C = 2      rank 0: experts 0, 1        rank 1: experts 2, 3
-    tokens want                     a>2  b>0  c>2  d>1          p>0  q>3  r>0  s>0
+    tokens choose                   a>2  b>0  c>2  d>1          p>0  q>3  r>0  s>0
     slots                           b .  d . | a c  . .         p r  . . | . .  q .        s finds no slot
     all-to-all of slots             b .  d .   p r  . .         a c  . .   . .  q .
     by expert, compute              b . p r > 0,  d . . . > 1   a c . . > 2,  . . q . > 3
-    and all the way back            a b c d                     p q r, and zero for s
+    sent back                       a b c d                     p q r, and zero for s
 
-Who is dropped. An expert takes C pairs from each rank: first choices before second ones, then earlier tokens before
-later ones. A pair that is dropped adds nothing to its token's output, gets no gradient and gives its weight none; the
-weights of the others are not made up for it (GShard 2006.16668, section 2.2). A queue over all ranks, as in routing.py,
-would need room for C pairs of one expert from any rank, P times as many slots. A token chooses an expert once, so with
-C = T nothing is dropped. Dropped pairs are counted on the device: read the number when you like, say every 100 steps.
-So are tokens whose logits are not finite: expert_dispatch.py stops all ranks at once, and here nobody is stopped.
+Dropped pairs. An expert takes C pairs from each rank: first choices before second ones, then earlier tokens
+before later ones. A dropped pair adds nothing to its token's output, gets no gradient and gives its weight
+none; the other weights are not rescaled (GShard 2006.16668, section 2.2). A queue over all ranks, as in
+routing.py, would need room for C pairs of one expert from any rank, P times as many slots. A token chooses an
+expert once, so with C = T nothing is dropped. Drops are counted on the device, to be read at any time. So are
+tokens with logits that are not finite, which stop all ranks in expert_dispatch.py.
 
 Formulas, with C = ceil(c K T/E), elements of e bytes
     sent by a rank       forward 2 (P-1) E/P C H e, about 2 c K T H e (P-1)/P; backward the same; no counts
-    products             3 P C E/P rows of them on a rank: c times those of an even load, and those of any load
-It pays where c is small, that is, where the load is even (routing.py), and where the host is what one waits for.
+    matmul rows          3 P C E/P on a rank: c times the rows of an even load, for any load
+It pays if c is small, that is, if the load is even (routing.py), and if the host is the bottleneck.
 
 Run it:
     python fixed_dispatch.py                                          one rank, CPU or GPU
-    torchrun --nproc_per_node 4 fixed_dispatch.py                     gloo on CPU, nccl on GPU; nothing dropped
+    torchrun --nproc_per_node 4 fixed_dispatch.py                     Gloo on CPU, NCCL on GPU; no drops
     torchrun --nproc_per_node 2 fixed_dispatch.py --capacity 1.25     like the other layer with the same pairs dropped
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ from torch import Tensor
 
 
 def slots_of(experts: Tensor, E: int, C: int) -> Tensor:
-    """experts [T, K] -> the slot of each pair [T, K]: e C + place in the queue of expert e, or E C if it finds none.
+    """experts [T, K] -> slots [T, K]: e C + place in the queue of expert e, or E C for a pair without one.
 
-    The place is how many pairs of the same expert stand before: a running sum, not a sort, and its shape is [K T, E]
-    whatever was chosen.
+    The place is the number of earlier pairs of the same expert: a running sum, not a sort, of shape [K T, E]
+    for any choices.
     """
     # --- exercise 7.41: a slot for each pair, first choices first; E C for those that find none ---
     wants = experts.T.flatten()  # [K T]: all first choices, then all second choices
@@ -102,7 +102,7 @@ def dispatch_fixed(
 ) -> Tensor:
     """x [T, H], weights and slots [T, K], w1 and w3 [E/P, F, H], w2 [E/P, H, F] of this rank's experts -> [T, H].
 
-    Every shape is made of numbers that the host knows: no plan, no counts, no wait. T may differ among ranks, not C.
+    The host knows every shape: no plan, no counts, no wait. T may differ between ranks, C may not.
     """
     (T, K), H, P, mine = slots.shape, x.shape[1], size_of(group), len(w1)
     E, share = mine * P, [mine * C] * P
@@ -112,21 +112,21 @@ def dispatch_fixed(
     rows = Exchange.apply(out, share, share, group)  # [P E/P C, H] -> all-to-all -> [P E/P C, H]: by sender
     rows = rows.view(P, mine, C, H).transpose(0, 1).reshape(mine, P * C, H)  # by expert
     hidden = act(rows @ w1.transpose(1, 2), rows @ w3.transpose(1, 2))  # [E/P, P C, F]
-    y = (hidden @ w2.transpose(1, 2)).view(mine, P, C, H).transpose(0, 1).reshape(E * C, H)  # by sender again
-    y = Exchange.apply(y, share, share, group)  # [P E/P C, H] -> all-to-all -> [E C, H], into the slots they left
-    y = torch.cat((y, y.new_zeros(1, H)))  # what the dropped get
+    y = (hidden @ w2.transpose(1, 2)).view(mine, P, C, H).transpose(0, 1).reshape(E * C, H)  # by sender
+    y = Exchange.apply(y, share, share, group)  # [P E/P C, H] -> all-to-all -> [E C, H], into their slots
+    y = torch.cat((y, y.new_zeros(1, H)))  # for dropped pairs
     return (y[slots] * weights[..., None].to(y.dtype)).sum(1)  # [T, K, H] -> [T, H]
     # --- end exercise ---
 
 
 @dataclass(frozen=True)
 class FixedPlan:
-    """What moe_layer.py decides once for a call, as the `Plan` of expert_dispatch.py: here without asking anybody."""
+    """What moe_layer.py decides once per call, like `Plan` of expert_dispatch.py: here without messages."""
 
     experts: Tensor  # [T, K]
     slots: Tensor  # [T, K]
     C: int
-    send: list[int]  # [P] slots for each rank, and as many from each
+    send: list[int]  # [P] slots to each rank, equal to `receive`
     receive: list[int]
 
 
@@ -144,7 +144,7 @@ def plan_fixed(experts: Tensor, E: int, factor: float | None, group: Group) -> F
 
 @dataclass(frozen=True)
 class Seen:
-    """What a call counted, on the device: reading it is a wait, whose time is yours to choose."""
+    """The counts of a call, on the device. Reading one makes the host wait, at a time of your choice."""
 
     dropped: Tensor  # 0-dim, pairs of this rank that found no slot
     ill: Tensor  # 0-dim, tokens of this rank with logits that are not finite
@@ -163,9 +163,9 @@ def moe_fixed(
     router: str = "softmax",
     shared: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Seen]:
-    """The whole layer, x [T, H] -> its output, this rank's share of the balance loss, and what was counted.
+    """The full layer, x [T, H] -> its output, this rank's share of the balance loss, and what was counted.
 
-    Router, losses and experts are those of moe_layer.py; only the way is another. `shared`: an expert for all tokens.
+    Router, losses, experts: as in moe_layer.py; only dispatch differs. `shared`: an expert for all tokens.
     """
     logits, E = router_logits(x, gate), len(gate)
     routing = route(logits, K, router)
@@ -177,7 +177,7 @@ def moe_fixed(
 
 
 def bytes_sent_fixed(P: int, E: int, C: int, H: int, e: int) -> int:
-    """Bytes that leave any rank in all-to-alls, forward and backward: two ways, each there and back."""
+    """Bytes each rank sends in all-to-alls: dispatch and combine, in forward and in backward."""
     return 2 * 2 * (P - 1) * (E // P) * C * H * e
 
 
@@ -185,7 +185,7 @@ def bytes_sent_fixed(P: int, E: int, C: int, H: int, e: int) -> int:
 
 
 def eager(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, K: int, C: int, group: Group, router: str):
-    """The layer that waits, with the same pairs dropped: (output, balance loss)."""
+    """The layer in which the host waits, with the same pairs dropped: (output, balance loss)."""
     E = len(gate)
     routing = route(router_logits(x, gate), K, router)
     plan = make_plan("pairs", routing.experts, slots_of(routing.experts, E, C) < E * C, E, group)
@@ -205,7 +205,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     def run(layer: Callable, waiting: str = "default") -> tuple[dict[str, Tensor], list[str], int, tuple]:
         leaves = {name: value.to(device, copy=True).requires_grad_() for name, value in first.items()}
         if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode(waiting)  # "error": from here on whoever waits for the device raises
+            torch.cuda.set_sync_debug_mode(waiting)  # "error": from here on a host wait raises
         with Wire() as wire, HostWaits() as waits:
             y, balance, *seen = layer(*leaves.values(), K, C, group, args.router)
             ((y * y.detach().cos()).sum() + 0.1 * balance).backward()

@@ -1,37 +1,37 @@
-"""Expert parallelism III, the layer: a feed-forward half of a block that balances itself and can be recomputed.
+"""Expert parallelism III, the layer: a feed-forward layer with balance losses that can be recomputed.
 
-Problem. Routing and dispatch are functions. In a model they meet three things made for ordinary layers: a loss that is
-computed at the end of the network, recomputation that runs a layer twice, and a step of many micro-batches.
+Problem. Routing and dispatch are functions. A model adds three things made for ordinary layers: a loss at the
+end of the network, recomputation that runs a layer twice, and a step of many micro-batches.
 
 Idea.
-  1. The balance loss is attached to the layer's output. Forward: nothing happens to the output. Backward: as the
-     gradient of the output passes by, the balance loss gets its own, a number. So no one has to carry the loss to the
-     end of the network: not the block, not a pipeline stage, not the training loop.
+  1. The balance loss is attached to the layer's output. Forward: the output is unchanged. Backward: when
+     the gradient of the output arrives, the balance loss gets its own, a constant. So neither the block, nor
+     a pipeline stage, nor the training loop has to pass the loss to the end of the network.
 
          x -> router -> dispatch -> y --AttachLoss--> y          dL/dy <---------------- dL/dy
                    \\-> balance loss ---/                         scale -> balance loss -> router
 
-  2. A recomputed layer does not choose again. Its input may differ in the last digit, two experts may swap places, and
-     then the gradient belongs to another network than the output. So the first call writes its plan on a tape, and the
-     recomputation of that very call reads it: however many micro-batches are under way, each has its own tape.
-  3. What is counted is counted in the first call only, and summed over micro-batches and ranks, as integers.
+  2. A recomputed layer does not choose again. Its input may differ in the last digit and swap two experts,
+     and then the gradient does not belong to the output. So the first call records its plan on a tape, and
+     its recomputation reads it. Each call has its own tape, however many micro-batches are in flight.
+  3. Counts are taken in the first call only, and summed over micro-batches and ranks, as integers.
 
-The scale. The loss of a step is a sum over its tokens, divided by their number, and so is the balance loss: a
-micro-batch of n_i tokens (of all ranks) has f_e from its own choices and counts n_i / (n_1 + ... + n_m), that is 1/m if
-all are equal. "Global" hence means: over the ranks, for each micro-batch.
+The scale. The loss of a step is a sum over tokens, divided by their number, and so is the balance loss: a
+micro-batch of n_i tokens (of all ranks) has f_e from its own choices and weight n_i / (n_1 + ... + n_m), or
+1/m if all are equal. So "global" means: over the ranks, for each micro-batch.
 
-Who sums what over which ranks, when tokens are spread over data and context ranks, and t tensor ranks
+Which sum runs over which ranks, if tokens are split over data and context ranks, and t tensor ranks
                                  replicated [B, S, H]           sequence parallel [B, S/t, H]
     counts (count_group)         data x context                 data x context x tensor
-    gradient of the router       data x context                 data x context, and tensor: each has a share
+    gradient of the router       data x context                 data x context, and tensor (partial sums)
     gradient of an expert        data x context / P             data x context / P, and tensor
     bias (update_biases)         data x context                 data x context x tensor
 
 Run it:
     python moe_layer.py                                                   one rank, CPU or GPU
-    torchrun --nproc_per_node 4 moe_layer.py --recompute                  gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 moe_layer.py --recompute                  Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 moe_layer.py --router sigmoid --version once
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ VERSIONS = (*DISPATCH, "fixed")
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts. DeepSeekMoE's fine-grained experts are many `experts` with a small `intermediate`; its
-    shared experts, which all tokens use, are `shared` of them side by side: one MLP, `shared` times as wide."""
+    """A mixture of experts. DeepSeekMoE's fine-grained experts are many `experts` with a small
+    `intermediate`. Its shared experts, used by all tokens, are one MLP of `shared` times that width."""
 
     hidden: int = 64
     intermediate: int = 96  # of one expert
@@ -105,7 +105,7 @@ class MoEConfig:
 
 
 class AttachLoss(torch.autograd.Function):
-    """y, unchanged; but backward also sends `scale` into `loss`, as if scale · loss had been added to the total."""
+    """y, unchanged. Backward also gives `loss` the gradient `scale`, as if scale · loss were added."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -121,8 +121,8 @@ class AttachLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Whole:
-    """Says to tensor parallelism (chapter 04) that each of its ranks holds this weight whole: piece 0 of 1. `partial`:
-    the ranks see different tokens (sequence parallel), so the gradient of each is a share, to be summed."""
+    """Tells tensor parallelism (chapter 04) that each rank holds the full weight, piece 0 of 1. `partial`:
+    ranks have different tokens (sequence parallel), so their gradients are partial sums."""
 
     size: int
     partial: bool
@@ -146,25 +146,25 @@ class Weight(nn.Module):
 
 @dataclass
 class Tape:
-    """What one call of the layer leaves for its recomputation: where its tokens went, and the counts of its losses."""
+    """What one call of the layer records for its recomputation: its plan, and the counts of its losses."""
 
     plan: Plan | FixedPlan | None = None
     counts: Tensor | None = None
 
 
 class MoE(nn.Module):
-    """[B, S, H] -> [B, S, H]: the feed-forward half of a block. Other tokens on each rank of `group`.
+    """[B, S, H] -> [B, S, H]: a feed-forward layer. The ranks of `group` have different tokens.
 
-    group        holds the experts, E/P on each rank: a slice of data x context ranks; None: this process holds all
-    count_group  whose tokens the losses and the capacity are about (table above); None: this process
-    version, compute    of expert_dispatch.py; or version "fixed" of fixed_dispatch.py: as many tokens on every rank,
-                 slots of fixed shape, no wait of the host, a capacity for each rank, and nobody stops over bad logits
-    parts        something with functions `linear` and `swiglu` to use instead of torch's. A `linear` of one's own
-                 multiplies for compute "loop" (refused with the others, which take all experts at once) and for shared
-                 experts; with version "fixed" for the shared ones alone, as torch multiplies all its slots at once
-    sequence_parallel   tensor ranks hold different tokens, [B, S/t, H]; if not, each does the same with the same ones
-    loss_scale   an attribute: what the next call counts for in its step (see "The scale"), times whatever else the
-                 loss is multiplied with. `set_loss_scale` sets it for all layers of a model.
+    group        holds the experts, E/P per rank: a slice of data x context ranks; None: this process has all
+    count_group  the ranks whose tokens count for losses and capacity (table above); None: this process
+    version, compute    of expert_dispatch.py; or "fixed" of fixed_dispatch.py: equal token counts, slots of
+                 fixed shape, no host wait, a capacity per rank, no error for bad logits
+    parts        an object with functions `linear` and `swiglu` to use instead of torch's. Its `linear` is for
+                 compute "loop" (the others, which take all experts at once, reject it) and shared experts;
+                 with version "fixed" only for the shared ones, since torch multiplies all its slots at once
+    sequence_parallel   tensor ranks have different tokens, [B, S/t, H]; if not, all compute the same
+    loss_scale   an attribute: the weight of the next call in its step (see "The scale"), times other factors
+                 of the loss. `set_loss_scale` sets it for all layers of a model.
     """
 
     def __init__(
@@ -195,11 +195,11 @@ class MoE(nn.Module):
             wide = config.shared * F_
             sizes = {"gate_proj": (wide, H), "up_proj": (wide, H), "down_proj": (H, wide)}
             self.shared_experts = nn.ModuleDict({name: weight(*shape) for name, shape in sizes.items()})
-        # The bias as a whole number of steps: exact on all ranks, and no `.to(bfloat16)` can round it.
+        # The bias as an integer number of steps: exact on all ranks, and `.to(bfloat16)` cannot round it.
         self.register_buffer("bias_steps", torch.zeros(config.experts, dtype=torch.int64), bool(config.bias_speed))
         self.register_buffer("step_counts", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
         self.loss_scale = 1.0
-        self.losses: dict[str, Tensor] = {}  # this rank's shares since they were last taken
+        self.losses: dict[str, Tensor] = {}  # this rank's shares since the last `take_losses`
         self.tape: Tape | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def decide(self, tape: Tape, logits: Tensor, experts: Tensor) -> None:
-        """All that is decided by counting, once per call; here are the layer's collectives besides the all-to-alls."""
+        """Everything that needs counts, once per call, with all collectives but the all-to-alls of rows."""
         c = self.config
         if recomputing():
             raise RuntimeError(f"{self.name} is recomputed without its routing; wrap its block in `recomputed`")
@@ -246,7 +246,7 @@ class MoE(nn.Module):
     def attach_losses(self, y: Tensor, probabilities: Tensor, logits: Tensor, counts: Tensor) -> Tensor:
         K = self.config.top_k
         losses = {"balance": balance_loss(probabilities, counts, K), "z": z_loss(logits, counts, K)}
-        if not recomputing():  # they are for the log, in which a call shall appear once
+        if not recomputing():  # for the log, which counts each call once
             for name, loss in losses.items():
                 self.losses[name] = self.losses.get(name, 0.0) + self.loss_scale * loss.detach()
         total = self.config.balance * losses["balance"] + self.config.z * losses["z"]
@@ -254,7 +254,7 @@ class MoE(nn.Module):
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast would make of the inputs of a product. Done before they are sent, it also halves the bytes."""
+    """Cast as autocast would cast a matmul's inputs. Before they are sent, this also halves the bytes."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors
@@ -265,7 +265,7 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def recomputing() -> bool:
-    """Is a backward pass running? Then a forward pass is a recomputation. (torch.utils.checkpoint asks the same.)"""
+    """Is a backward pass running? Then a forward pass is a recomputation. (As in torch.utils.checkpoint.)"""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -274,7 +274,7 @@ def moe_layers(module: nn.Module) -> list[MoE]:
 
 
 class UseTapes:
-    """While this lasts, the layers write on these tapes if they are empty, and do as they say if they are not.
+    """In this context the layers record on these tapes if they are empty, and replay them otherwise.
 
     It may be entered again: a backward in two parts (chapter 06) recomputes twice.
     """
@@ -286,16 +286,16 @@ class UseTapes:
         for layer, tape in zip(self.layers, self.tapes, strict=True):
             layer.tape = tape
 
-    def __exit__(self, *error: object) -> None:  # also by exception: checkpoint stops when it has what it needs
+    def __exit__(self, *error: object) -> None:  # also on an exception, with which checkpoint stops early
         for layer in self.layers:
             layer.tape = None
 
 
 def recomputed(block: nn.Module, call: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
-    """`block`, but autograd keeps its inputs only; backward runs it again, with the routing of the first run.
+    """`block`, of which autograd saves only the inputs; backward reruns it with the routing of the first run.
 
-    The tapes belong to the call, not to the layer. A queue in the layer would do if backward passes came in the order
-    of the forward passes, and fail under a pipeline schedule with another order.
+    The tapes belong to the call, not to the layer. A queue in the layer would need backward passes in the
+    order of the forward passes, and fail under a pipeline schedule with another order.
     """
     layers = moe_layers(block)
 
@@ -310,7 +310,7 @@ def recomputed(block: nn.Module, call: Callable[..., Tensor] | None = None) -> C
 
 
 def recompute_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Make each block recompute itself, whoever calls it."""
+    """Make each block recompute itself, for any caller."""
     for block in blocks:
         block.forward = recomputed(block, block.forward)  # type: ignore[method-assign]
 
@@ -319,14 +319,14 @@ def recompute_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
-    """What the coming micro-batch counts for: its share of the step's tokens, 1/m if there are m equal ones."""
+    """The weight of the next micro-batch: its fraction of the step's tokens, 1/m for m equal ones."""
     for layer in moe_layers(model):
         layer.loss_scale = scale
 
 
 def take_losses(model: nn.Module, group: Group) -> dict[str, float]:
-    """For the log: balance loss and z-loss since the last call, summed over layers and over `group`, which is the count
-    group. Not multiplied by the factors of the configuration; 1 per layer is an even load. Collective."""
+    """For the log: balance loss and z-loss since the last call, summed over layers and over `group`, the
+    count group. Without the factors of the configuration; 1 per layer is an even load. Collective."""
     layers = [layer for layer in moe_layers(model) if layer.losses]
     if not layers:
         return {}
@@ -342,7 +342,7 @@ def take_losses(model: nn.Module, group: Group) -> dict[str, float]:
 def update_biases(model: nn.Module, group: Group) -> Tensor:
     """After the last micro-batch of a step: move each bias by a step. `group`: all ranks that hold tokens of the step.
 
-    Returns how often each expert was chosen, int64 [layers, E], and starts to count anew. One message for all layers.
+    Returns how often each expert was chosen, int64 [layers, E], and resets the counts. One message for all.
     """
     layers = moe_layers(model)
     # --- exercise 7.36: counts of all micro-batches and ranks, then one step ---
@@ -359,7 +359,7 @@ def update_biases(model: nn.Module, group: Group) -> Tensor:
 
 
 def plain_loss(x: Tensor, w: dict[str, Tensor], c: MoEConfig, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference for one micro-batch [T, H] of all ranks: its output, balance loss (summed plainly), counts."""
+    """The reference for one micro-batch [T, H] of all ranks: its output, losses (added up), counts."""
     logits = router_logits(x, w["gate"])
     bias = c.bias_speed * steps if c.bias_speed else None
     routing = route(logits, c.top_k, c.router, bias, normalise=c.normalise)
@@ -372,7 +372,7 @@ def plain_loss(x: Tensor, w: dict[str, Tensor], c: MoEConfig, steps: Tensor) -> 
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Two steps of two micro-batches, each rank with its own text, beside one process that has all of it."""
+    """Two steps of two micro-batches, each rank with its own text, next to one process with all text."""
     rank, P, T, m = dist.get_rank(group), size_of(group), 64, 2
     speed = 0.01 if args.router == "sigmoid" else 0.0
     normalise = {"yes": True, "no": False}.get(args.normalise)
@@ -403,7 +403,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             y = run(x[rank * T : (rank + 1) * T].clone().requires_grad_())
             ((y * y.detach().cos()).sum() / batch[..., 0].numel()).backward()
         for name, (_, p) in named.items():
-            if name not in ("w1", "w2", "w3"):  # experts are where all of their tokens came
+            if name not in ("w1", "w2", "w3"):  # experts have seen the tokens of all ranks
                 dist.all_reduce(p.grad, group=group)
             report.compare(p.grad, want[name].grad[local] if name in ("w1", "w2", "w3") else want[name].grad)
         logged = take_losses(layer, group)

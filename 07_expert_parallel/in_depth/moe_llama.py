@@ -1,11 +1,11 @@
 """Expert parallelism IV, the model: a Mixtral whose experts are spread over the data-parallel ranks.
 
-Problem. Data parallelism keeps every parameter on every rank and sums every gradient over all of them. With expert
-parallelism the experts are no longer on every rank, but their tokens still come from everywhere. Which gradient is now
-summed over whom, and what is the norm of a gradient that no rank has?
+Problem. Data parallelism keeps every parameter on every rank and sums every gradient over all ranks. With
+expert parallelism the experts are spread, but their tokens still come from all ranks. Over which ranks is
+each gradient summed now, and what is the norm of a gradient that no rank has in full?
 
-Idea. Take the ranks that see different tokens, data x context, and cut them into slices of P: each slice holds all
-experts once, E/P per rank. Nothing is added to the mesh; the axis is folded into one that is there already.
+Idea. Take the ranks with different tokens, data x context, and split them into slices of P: each slice holds
+all experts once, E/P per rank. The mesh gets no new axis; the expert axis is folded into an existing one.
 
     8 ranks with different tokens, P = 4, E = 8        rank   0    1    2    3  |  4    5    6    7
                                                        expert 0,1  2,3  4,5  6,7 | 0,1  2,3  4,5  6,7
@@ -13,25 +13,25 @@ experts once, E/P per rank. Nothing is added to the mesh; the axis is folded int
     replica groups (gradients of experts)                     [0 4]  [1 5]  [2 6]  [3 7]
     data group (all other gradients)                          [0    1    2    3    4    5    6    7]
 
-    gradient of an expert    the all-to-all's backward has brought what all 4 ranks of the slice contribute, added up.
-                             The sum over its 2 replicas completes it. No division anywhere, by 4 or by 8: the loss
-                             was divided by the number of tokens of the whole batch before backward
-    norm of the gradient     all other parameters once, and the experts of one slice: their squares summed over it
+    gradient of an expert    the all-to-all's backward has summed what all 4 ranks of the slice contribute.
+                             The sum over its 2 replicas completes it. No division by 4 or by 8: the loss was
+                             divided by the number of tokens of the global batch before backward
+    norm of the gradient     all other parameters once, plus the squares of the experts summed over one slice
 
 Formulas, with N_d dense parameters, N_e parameters in experts, D ranks with different tokens, in elements:
-    held by a rank           N_d + N_e/P  (and as many gradients)
+    stored by a rank         N_d + N_e/P  (and as many gradients)
     gradients sent           2 (D-1)/D N_d  +  2 (D/P - 1)/(D/P) N_e/P     ring all-reduces; the last is 0 if P = D
     tokens sent              expert_dispatch.py, per layer
 
-Names are those of Mixtral's checkpoints, model.layers.0.block_sparse_moe.gate.weight, ...experts.3.w1.weight. A model
-is initialised from the seed and these names, loaded from them, and gathered to them, whatever P is.
+Names are as in Mixtral's checkpoints: model.layers.0.block_sparse_moe.gate.weight, ...experts.3.w1.weight.
+For every P a model is initialised from the seed and these names, loaded from them, and gathered to them.
 
 Run it:
     python moe_llama.py                                                   one rank, CPU or GPU
-    torchrun --nproc_per_node 4 moe_llama.py --ep 2 --router sigmoid      gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 moe_llama.py --ep 2 --router sigmoid      Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 moe_llama.py --capacity 1.0 --recompute
-Three steps of plain SGD beside the same model on one process. The last line is PASS, or the script exits with 1 and
-says which number is off.
+Three steps of plain SGD next to the same model on one process. The last line is PASS, or the script exits
+with 1 and says which number is wrong.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from torch import Tensor, nn
 
 # Legend of shapes: B batch, S sequence, H hidden, N heads, N_kv key/value heads, D head dim, V vocabulary; E experts, P
 # ranks of an expert group.
-IGNORE = -100  # a label that is no target
+IGNORE = -100  # a label without a target
 MicroBatch = tuple[Tensor, Tensor]  # tokens and labels, both [B, S]
 
 # --------------------------------------------------------------------------------- which ranks hold what, and sum what
@@ -67,9 +67,9 @@ def expert_groups(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """(expert group, replica group) of this rank. Collective over the world: every rank makes every group.
 
-    slices   the world, cut into lists of ranks with different tokens: one list if there is nothing but data and context
-             parallelism, one for each tensor or pipeline coordinate if there is
-    timeout  seconds that a collective of these groups may take; a new group does not take over the world's limit
+    slices   the world, split into lists of ranks with different tokens: one list with only data and context
+             parallelism, otherwise one for each tensor or pipeline coordinate
+    timeout  seconds that a collective of these groups may take; a new group does not inherit the world's
     """
     mine: list = [None, None]
     for ranks in map(sorted, slices):  # as groups list their ranks, so that replicas have the same place in theirs
@@ -77,7 +77,7 @@ def expert_groups(
             fits = ", ".join(str(p) for p in range(1, len(ranks) + 1) if len(ranks) % p == 0)
             raise ValueError(f"ep {P} does not divide the {len(ranks)} ranks with different tokens; use {fits}")
         # --- exercise 7.37: cut the ranks into expert groups, and find the replicas ---
-        experts = [list(ranks[i : i + P]) for i in range(0, len(ranks), P)]  # neighbours: tokens travel a short way
+        experts = [list(ranks[i : i + P]) for i in range(0, len(ranks), P)]  # neighbours: short paths
         replicas = [list(ranks[i::P]) for i in range(P)]
         # --- end exercise ---
         for axis, members in [(0, m) for m in experts] + [(1, m) for m in replicas]:
@@ -88,13 +88,13 @@ def expert_groups(
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name, the parameters of which this rank holds its own: sum their gradients over the replica group."""
+    """By name, the parameters of this rank's experts: sum their gradients over the replica group."""
     inside = {id(p) for layer in moe_layers(model) for p in layer.experts.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) in inside}
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All others, routers and shared experts among them: sum their gradients over data x context."""
+    """All others, including routers and shared experts: sum their gradients over data x context."""
     experts = expert_parameters(model)
     return {name: p for name, p in model.named_parameters() if name not in experts}
 
@@ -112,7 +112,7 @@ def reduce_gradients(model: nn.Module, data_group: Group, replica_group: Group) 
 
 @torch.no_grad()
 def squared_gradient_norm(model: nn.Module, group: Group) -> Tensor:
-    """Sum of squares of the whole gradient, each parameter once, the same on all ranks. `group`: the expert group."""
+    """Squared norm of the full gradient, each parameter once; equal on all ranks. `group`: expert group."""
     # --- exercise 7.39: the experts of this rank are not all experts ---
     dense, experts = (
         torch.stack([p.grad.double().square().sum() for p in parameters.values()]).sum()
@@ -122,7 +122,7 @@ def squared_gradient_norm(model: nn.Module, group: Group) -> Tensor:
     # --- end exercise ---
 
 
-# ------------------------------------------------------------------------------------- whole weights by Mixtral's names
+# -------------------------------------------------------------------------------------- full weights by Mixtral's names
 
 
 def full_name(model: nn.Module, name: str) -> str:
@@ -143,8 +143,8 @@ def expert_names(model: nn.Module, name: str) -> list[str]:
 
 @torch.no_grad()
 def gather_experts(model: nn.Module, tensors: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """From one tensor per parameter of this rank (weights, gradients, moments of an optimizer), by the model's names,
-    to whole ones by Mixtral's, on every rank of the expert group. Collective; what is no expert passes as it is."""
+    """From one tensor per parameter of this rank (weights, gradients, moments), by the model's names, to full
+    ones by Mixtral's, on every rank of the expert group. Collective; other tensors pass unchanged."""
     whole = {}
     for name, tensor in tensors.items():
         if names := expert_names(model, name):
@@ -162,10 +162,10 @@ def gather_experts(model: nn.Module, tensors: dict[str, Tensor], group: Group) -
 
 
 def cut_experts(model: nn.Module, whole: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """The other way: this rank's tensors by the model's names."""
+    """The inverse of `gather_experts`: this rank's tensors by the model's names."""
     rank, P = (0, 1) if group is None else (dist.get_rank(group), size_of(group))
     mine = {}
-    for name in model.state_dict(keep_vars=True):  # the names alone: under ZeRO-3 there may be no values to detach
+    for name in model.state_dict(keep_vars=True):  # only names: under ZeRO-3 values may be missing
         if names := expert_names(model, name):
             mine[name] = torch.stack([whole[n] for n in names[rank * len(names) // P : (rank + 1) * len(names) // P]])
         elif full_name(model, name) in whole:
@@ -174,12 +174,12 @@ def cut_experts(model: nn.Module, whole: dict[str, Tensor], group: Group) -> dic
 
 
 def full_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:
-    """Parameters and the biases of the routers, whole, on the CPU of every rank. Collective over the expert group."""
+    """Full parameters and router biases, on the CPU of every rank. Collective over the expert group."""
     return {name: t.to("cpu", copy=True) for name, t in gather_experts(model, model.state_dict(), group).items()}
 
 
 def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: Group) -> None:
-    """Take this rank's pieces of `state`. RuntimeError if a name is missing."""
+    """Load this rank's shard of `state`. RuntimeError if a name is missing."""
     model.load_state_dict(cut_experts(model, state, group))
 
 
@@ -187,7 +187,7 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: Grou
 
 
 def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> Tensor:
-    """The first value of a parameter, in fp32, from (seed, Mixtral's name) alone, as in chapter 01."""
+    """The initial value of a parameter, in fp32, from only (seed, Mixtral's name), as in chapter 01."""
     if len(shape) == 1:
         return torch.ones(*shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
@@ -197,9 +197,9 @@ def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> T
 
 @torch.no_grad()
 def init_moe(model: nn.Module, layers: int, seed: int, names: Iterable[str] | None = None) -> None:
-    """Initialise the MoE layers of any model (or all parameters called `names`), and tell them their names.
+    """Initialise the MoE layers of any model (or the parameters in `names`), and set the layers' names.
 
-    Each expert is drawn on its own, so a rank draws its experts and no others, and gets the same ones for every P.
+    Each expert is drawn separately, so a rank draws only its own, and they are the same for every P.
     """
     for place, layer in model.named_modules():
         if isinstance(layer, MoE):
@@ -231,7 +231,7 @@ class LlamaConfig:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions and grouped K/V heads; see chapter 01 for a slower walk."""
+    """Causal attention with rotary positions and grouped K/V heads; chapter 01 explains it."""
 
     def __init__(self, c: LlamaConfig):
         super().__init__()
@@ -267,7 +267,7 @@ class Block(nn.Module):
 
 
 class MoELlama(nn.Module):
-    """tokens [B, S] -> logits [B, S, V]. `group` and `count_group` are those of MoE; options go there too."""
+    """tokens [B, S] -> logits [B, S, V]. `group`, `count_group` and options are passed to MoE."""
 
     def __init__(self, c: LlamaConfig, group: Group, count_group: Group, *, recompute: bool = False, **options):
         super().__init__()
@@ -293,11 +293,11 @@ def loss_sum(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def train_step(model: nn.Module, batches: list[MicroBatch], data_group: Group, replica_group: Group) -> Tensor:
-    """Forward and backward of this rank's micro-batches; leaves whole gradients. Returns the cross entropy of the
-    global batch; the balance losses have gone their own way (`take_losses`)."""
+    """Forward and backward of this rank's micro-batches; gradients are then complete. Returns the cross
+    entropy of the global batch; for the balance losses see `take_losses`."""
     model.zero_grad()
     valid = torch.stack([(labels != IGNORE).sum() for _, labels in batches]).sum()
-    valid = group_sum(valid, data_group).clamp(min=1)  # of the whole global batch
+    valid = group_sum(valid, data_group).clamp(min=1)  # of the global batch
     set_loss_scale(model, 1 / len(batches))  # equal micro-batches
     total = torch.zeros((), dtype=torch.float64, device=valid.device)
     for tokens, labels in batches:
@@ -305,14 +305,14 @@ def train_step(model: nn.Module, batches: list[MicroBatch], data_group: Group, r
         loss.backward()
         total += loss.detach()
     reduce_gradients(model, data_group, replica_group)
-    return group_sum(total, data_group)  # only to show it: each rank knows its own part of the loss
+    return group_sum(total, data_group)  # only for the log: each rank has a part of the loss
 
 
 # ------------------------------------------------------------------------------------------------------------- demo
 
 
 def batch_of(step: int, micro_batches: int, B: int, S: int, device: torch.device | str = "cpu") -> list[MicroBatch]:
-    """Micro-batches of text; a part of the first rows is no target."""
+    """Micro-batches of text; a part of the first rows has no targets."""
     data = text(micro_batches * B, S + 1, start=step * micro_batches * B * (S + 1)).to(device)
     tokens, labels = data[:, :-1], data[:, 1:].clone()
     labels[0, : S // 2] = IGNORE
@@ -329,7 +329,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     dtype = torch.float32 if args.compute == "grouped" else torch.float64
     options = dict(version=args.version, compute=args.compute)
     model = MoELlama(config, experts, group, recompute=args.recompute, **options).to(device, dtype)
-    reference = MoELlama(config, None, None).to(device, dtype)  # on one process; the tests hold it against transformers
+    reference = MoELlama(config, None, None).to(device, dtype)  # one process, tested against transformers
     for step in range(3):
         batch = batch_of(step, m, 2 * D, S, device)
         mine = [(tokens.chunk(D)[rank], labels.chunk(D)[rank]) for tokens, labels in batch]

@@ -1,11 +1,11 @@
 """Expert parallelism I, routing: which tokens go to which experts, and how to keep all experts busy.
 
-Problem. A larger feed-forward layer is a better one, and a slower one. A mixture of experts breaks the tie: E small
-feed-forward layers, the experts, of which each token uses K. Parameters grow with E, computation with K. Somebody has
-to choose the K, by a rule that can be trained, and the rule must not send everybody to the same few experts.
+Problem. A larger feed-forward layer is better, but slower. A mixture of experts avoids the conflict: of E
+small feed-forward layers, the experts, each token uses K. Parameters grow with E, computation with K. The
+rule that chooses the K must be trainable, and must not send all tokens to the same few experts.
 
-Idea. A router, one matrix [E, H], gives each token a score per expert. The K best are taken and their outputs added,
-weighted with the scores; through the weights, the gradient of the model's loss reaches the router.
+Idea. A router, one matrix [E, H], gives each token a score per expert. The outputs of the K best are added,
+weighted with the scores; through these weights, the gradient of the model's loss reaches the router.
 
     token x -> x·gate -> scores  .05 .40 .02 .08 .30 .15   -> top 2: experts 1 and 4, weights .40/.70 and .30/.70
                                                  y = .57 expert_1(x) + .43 expert_4(x)
@@ -13,9 +13,9 @@ weighted with the scores; through the weights, the gradient of the model's loss 
     softmax   s = softmax(x·gate), the K largest, divided by their sum         Mixtral (2401.04088, section 2.1)
     sigmoid   s = sigmoid(x·gate), the K largest of s + b, weights from s      DeepSeek-V3 (2412.19437, eq. 12-16)
     nodes     only experts on the M nodes that look best                       DeepSeek-V3 (section 2.1.2)
-    K = 1     the largest s itself, not divided by itself: that would be 1     Switch (2101.03961, eq. 2)
+    K = 1     the largest s, not divided by itself (that would be 1)           Switch (2101.03961, eq. 2)
 
-Left alone, the choice collapses: an expert that is chosen more learns more and is chosen more. Three remedies:
+Without a remedy the choice collapses: an expert chosen more learns more and is chosen more. Three remedies:
     balance loss   sum over e of f_e P_e:  f_e = E/(K T) · times e was chosen,  P_e = mean over the tokens of the score
                    divided by the sum of the token's E scores;  1 if all is even
                    (GShard 2006.16668; Switch 2101.03961, eq. 4-6; for any K: DeepSeekMoE 2401.06066, eq. 12-14)
@@ -23,14 +23,14 @@ Left alone, the choice collapses: an expert that is chosen more learns more and 
     capacity       an expert takes C = ceil(c K T/E) tokens and drops the others (GShard, section 2.2; Switch, eq. 3)
 and the z-loss, mean of log²(sum of e^logit), which keeps logits small (ST-MoE 2202.08906, eq. 5).
 
-T counts the tokens of ALL ranks that work on the micro-batch. With f_e from local counts, each rank would balance its
-own few tokens, and the sum of the losses would be another loss. So counts are summed over a group, an argument.
+T counts the tokens of ALL ranks of the micro-batch. With f_e from local counts, each rank would balance its
+own tokens, and the sum of the losses would be another loss. So counts are summed over a group.
 
 Run it:
     python routing.py                                             one rank, CPU or GPU
-    torchrun --nproc_per_node 4 routing.py --router sigmoid       gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 routing.py --router sigmoid       Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 routing.py --nodes 4 --max-nodes 2
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from _moe_demo import OneLineParser, Report, check_gpus, launch, text
 from torch import Tensor
 
 # Legend of shapes: T tokens of this rank, H hidden, E experts, K experts per token, P ranks of the group whose tokens
-# are counted together, M nodes a token may use. A group of None is this process alone.
+# are counted together, M nodes a token may use. A group of None is only this process.
 ROUTERS = ("softmax", "sigmoid")
 SIZES = (8, 2, 128)  # E, K and T of the demo
 Group = dist.ProcessGroup | None
@@ -59,14 +59,14 @@ class Routing:
     """Where T tokens go, and how much each expert counts."""
 
     experts: Tensor  # [T, K] int64, the best first
-    weights: Tensor  # [T, K], of sum 1 if they are normalised; gradients flow through them
+    weights: Tensor  # [T, K], with sum 1 if normalised; gradients flow through them
     probabilities: Tensor  # [T, E], the scores of all experts, divided by their sum; for the balance loss
 
 
 def router_logits(x: Tensor, gate: Tensor) -> Tensor:
     """x [T, H], gate [E, H] -> [T, E], in fp32 or better, also under autocast.
 
-    A choice is a comparison. In bf16, with 3 significant digits, experts tie or swap places, and training suffers
+    A choice is a comparison. In bf16, with 3 significant digits, experts tie or swap, and training suffers
     (Switch, section 2.4, "selective precision").
     """
     # --- exercise 7.21: logits in fp32, whatever x is and whatever autocast says ---
@@ -79,8 +79,8 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
 def limit_to_nodes(choice: Tensor, K: int, nodes: int, M: int) -> Tensor:
     """Scores [T, E] -> the same, with -inf for experts outside the M best nodes of each token.
 
-    A node holds E/nodes consecutive experts. It is as good as the sum of its best K/M scores: as many as a token would
-    take from each of its nodes if it took evenly (DeepSeek-V3, section 2.1.2).
+    A node holds E/nodes consecutive experts. Its score is the sum of its best K/M scores: as many as a token
+    would take from each of its nodes if it took evenly (DeepSeek-V3, section 2.1.2).
     """
     # --- exercise 7.22: at most M nodes for each token ---
     by_node = choice.unflatten(1, (nodes, -1))  # [T, E] -> [T, nodes, E/nodes]
@@ -103,15 +103,15 @@ def route(
 ) -> Routing:
     """logits [T, E] -> K experts for each token. `experts` [T, K]: take these, and only weigh them by the logits.
 
-    Normalised, weights are s / (sum of the chosen s). As a softmax over log s they cannot become 0/0 when all s
-    underflow, and for the softmax router log s is the logit, but for a constant that cancels. Else weights are s.
-    None: normalise if K > 1, since with one expert s/s is 1 and has no gradient (`cannot_learn`). The bias decides who
-    is chosen, never how much the chosen one counts: it says how busy an expert is, and nothing about the token.
+    Normalised weights are s / (sum of the chosen s). As a softmax over log s they cannot become 0/0 when all
+    s underflow. For the softmax router log s is the logit, up to a constant that cancels. Other weights are
+    s. None: normalise if K > 1, since with one expert s/s is 1 and has no gradient (`cannot_learn`). The bias
+    affects the choice, never the weights: it says how busy an expert is, nothing about the token.
     """
     # --- exercise 7.23: choose by s + b, weigh by s ---
     log_s = F.logsigmoid(logits) if router == "sigmoid" else logits
     if experts is None:
-        free = logits.detach()  # a choice has no gradient, and autograd need not keep anything of it
+        free = logits.detach()  # a choice has no gradient, so autograd need not save it
         choice = free.sigmoid() if router == "sigmoid" else free.softmax(-1)
         choice = choice if bias is None else choice + bias
         choice = limit_to_nodes(choice, K, nodes, M) if nodes > M else choice
@@ -126,7 +126,7 @@ def route(
 
 
 def cannot_learn(E: int, K: int, router: str = "softmax", normalise: bool | None = None) -> str | None:
-    """Why the weights of `route` are 1 whatever the logits are, so that no gradient reaches the router through them."""
+    """Why the weights of `route` are 1 for any logits, without a gradient to the router; or None."""
     if K == 1 and normalise:
         return "top-k 1 with normalised weights: a score divided by itself is 1; use scores that are not normalised"
     if E == 1 and router == "softmax" and not normalise:
@@ -154,14 +154,14 @@ def check_routing(E: int, K: int, router: str = "softmax", nodes: int = 1, M: in
 
 
 def expert_counts(experts: Tensor, E: int) -> Tensor:
-    """How often each expert was chosen: [T, K] -> int64 [E]. `bincount` says the same, and on a GPU the host waits for
-    it: how long its answer is depends on the largest number among those that it is given."""
+    """How often each expert was chosen: [T, K] -> int64 [E]. `bincount` gives the same, but on a GPU the host
+    waits for it, because the length of its result depends on the data."""
     flat = experts.flatten()
     return flat.new_zeros(E).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def group_sum(mine: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks of the group, of counts above all. A new tensor: `mine` keeps its values."""
+    """The sum over the ranks of the group, mainly of counts. A new tensor: `mine` is unchanged."""
     # --- exercise 7.24: counts of the whole group ---
     total = mine.clone()
     if group is not None:
@@ -171,14 +171,14 @@ def group_sum(mine: Tensor, group: Group) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, K: int) -> Tensor:
-    """This rank's share of  sum over e of f_e P_e.  The shares of all ranks add up to it; nothing is averaged.
+    """This rank's share of  sum over e of f_e P_e.  The shares of all ranks add up to it, without averaging.
 
-    probabilities [T, E] of this rank, counts [E] of all ranks. f_e is a count and has no gradient. P_e is a mean over
-    the tokens of all ranks, so a rank contributes the sum over its own, divided by the number of all.
+    probabilities [T, E] of this rank, counts [E] of all ranks. f_e is a count without a gradient. P_e is a
+    mean over the tokens of all ranks, so a rank adds the sum over its tokens, divided by the number of all.
     """
     # --- exercise 7.25: the loss as a sum over tokens, divided by the number of all tokens ---
-    counts = counts.to(probabilities.dtype)  # dividing integers would give float32, whatever the model is in
-    tokens = counts.sum() / K  # of all ranks: each was counted K times
+    counts = counts.to(probabilities.dtype)  # integer division would give float32 for any model
+    tokens = counts.sum() / K  # of all ranks; each counted K times
     f = counts * (len(counts) / (K * tokens))
     return (f * probabilities.sum(0)).sum() / tokens
     # --- end exercise ---
@@ -195,7 +195,7 @@ def z_loss(logits: Tensor, counts: Tensor, K: int) -> Tensor:
 def bias_step(counts: Tensor) -> Tensor:
     """-1, 0 or +1 for each expert (2408.15664, algorithm 1). counts [E] int64, of all tokens of the step.
 
-    In integers, so that all ranks and all layouts agree on what is exactly average.
+    In integers, so that all ranks and all layouts agree on which load is exactly average.
     """
     # --- exercise 7.26: up for those who had less than the mean ---
     return torch.sign(counts.sum() - len(counts) * counts)
@@ -211,18 +211,18 @@ def max_violation(counts: Tensor) -> float:
 
 
 def capacity(tokens: int | Tensor, E: int, K: int, factor: float) -> int | Tensor:
-    """Tokens that one expert takes, of `tokens` in all: ceil(c K T/E). Of a float64 tensor, which the host need not
-    have read, it is the same number, as a tensor."""
+    """Tokens per expert, of `tokens` in all: ceil(c K T/E). A float64 tensor, which the host need not read,
+    gives the same number as a tensor."""
     room = factor * K * tokens / E
     return room.ceil() if isinstance(room, Tensor) else math.ceil(room)
 
 
 def within_capacity(experts: Tensor, E: int, factor: float, group: Group) -> Tensor:
-    """[T, K] bool: which choices find room. As many are dropped, and the same ones, as if one process had all tokens.
+    """[T, K] bool: which choices fit. The same ones are dropped as if one process had all tokens.
 
-    Each expert has one queue for the whole group. First choices stand before second choices (GShard, algorithm 1), and
-    within them the tokens of rank 0 before those of rank 1. To know its place in the queue, a token needs to know how
-    many stand before it, not who: K·E counts per rank travel, no scores.
+    Each expert has one queue for the full group: first choices before second choices (GShard, algorithm 1),
+    and within them the tokens of rank 0 before those of rank 1. For its place in the queue, a token needs
+    only the number of earlier choices: K·E counts per rank are sent, but no scores.
     """
     K = experts.shape[1]
     every = torch.arange(E, device=experts.device)
@@ -240,7 +240,7 @@ def within_capacity(experts: Tensor, E: int, factor: float, group: Group) -> Ten
     better = by_rank.sum(0).cumsum(0) - by_rank.sum(0)  # [K, E]: all choices better than the k-th
     place = mine - 1 + (before + better)[:, None]  # [K, T, E]
     place = place.gather(2, experts.T[..., None])[..., 0].T  # [T, K]
-    return place < capacity(by_rank[:, 0].sum().double(), E, K, factor)  # the host need not know how many tokens
+    return place < capacity(by_rank[:, 0].sum().double(), E, K, factor)  # no host wait
     # --- end exercise ---
 
 
@@ -264,12 +264,12 @@ def chosen_one_by_one(logits: Tensor, K: int, router: str, bias: Tensor, nodes: 
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Route real text, each rank its own, and compare with one process that has all of it."""
+    """Route real text, different on each rank, and compare with one process that has all of it."""
     rank, P, E, K, H = dist.get_rank(group), dist.get_world_size(group), args.experts, args.top_k, 32
     report, T = Report(group), args.tokens
     generator = torch.Generator().manual_seed(0)
     table, gate = (torch.randn(n, H, generator=generator, dtype=torch.float64) for n in (256, E))
-    gate[0] += 0.5  # a skewed start: expert 0 likes many tokens
+    gate[0] += 0.5  # a skewed start: expert 0 scores high
     whole = F.rms_norm(table[text(1, P * T)[0]] + 0.3, (H,)).to(device)  # [P·T, H], the tokens of all ranks
     x = whole[rank * T : (rank + 1) * T]
     steps = torch.zeros(E, dtype=torch.int64, device=device)
@@ -320,7 +320,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             counts = group_sum(expert_counts(mine.experts, E), group)
             steps += bias_step(counts)
         after = max_violation(counts)
-        # It falls at the default sizes. With many experts for few tokens, or where all are chosen, it need not.
+        # It falls at the default sizes. It need not with many experts for few tokens, or if all are chosen.
         judged = (E, K, T) == SIZES
         bound = f"< {before:.2f}" if judged else f"was {before:.2f}"
         report.add("MaxVio after 100 steps of the bias", bound, f"{after:.2f}", after < before or not judged)

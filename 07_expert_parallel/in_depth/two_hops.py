@@ -1,42 +1,42 @@
-"""Expert parallelism VI, the slow link: two hops, to the node and then inside it; and shared experts under way.
+"""Expert parallelism VI, the slow link: two hops, to the node and inside it, overlapped with shared experts.
 
-Problem. Inside a node GPUs talk to each other many times as fast as between nodes. A row for each (token, rank) crosses
-the slow link several times if a token wants experts on several ranks of one other node. And while rows travel, in
-whatever way, nobody computes.
+Problem. Inside a node messages are many times as fast as between nodes. A row for each (token, rank) crosses
+the slow link several times if a token uses experts on several ranks of one other node. And the
+ranks compute nothing while rows are in flight.
 
-Idea. (1) Two hops. A token goes to each node that it needs once, to the rank there that has the same place as its own;
-from there, over the fast links, to the ranks that have its experts. Their answers are added up inside the node, and one
-row goes home. It is one algorithm, `hop`, used twice: the experts behind the first hop are a second hop.
+Idea. (1) Two hops. A token is sent once to each node that it needs, to the rank with the same place there,
+and from there over fast links to the ranks of its experts. Their outputs are summed inside the node, and one
+row is sent back. One algorithm, `hop`, is used twice: the experts behind the first hop are a second hop.
 
     4 ranks, 2 nodes of 2, E = 8         node 0: rank 0: e0 e1, rank 1: e2 e3      node 1: rank 2: e4 e5, rank 3: e6 e7
-    a token of rank 1 wants e0 e4 e7
+    a token of rank 1 uses e0 e4 e7
     version once   1 -> 0, 1 -> 2, 1 -> 3                    two rows over the slow link
     two hops       1 -> 3 (its place in node 1)              one row over the slow link
                    1 -> 0 and 3 -> 2, 3 itself               inside the nodes
-                   3 adds e4 and e7, 1 adds e0 and that      one row back
+                   3 sums e4 and e7, 1 adds e0 to it         one row back
 
     across     the ranks with my place, one in each node: [0 2] [1 3]        inside     my node: [0 1] [2 3]
 
 A router that is limited to M nodes (routing.py) bounds what crosses the link: at most M rows for a token.
 
-(2) Overlap. A shared expert needs no row of others. So the rows are sent, the shared expert is computed meanwhile, and
-only then does one wait for what arrives. Backward mirrors it with nothing further said: autograd goes through the
-operations in the opposite order, so that where forward waited, backward sends, and where forward sent, backward waits.
+(2) Overlap. A shared expert needs no remote rows. So rows are sent, the shared expert computes meanwhile, and
+only then the rank waits for what arrives. Backward mirrors this without extra code: autograd runs the
+operations in reverse, so it sends where forward waited, and waits where forward sent.
 
-    forward     rows sent     | shared expert |            rows there     experts     answers
-    backward    gradients of answers    experts    gradients sent    | shared expert |    gradients there
+    forward     rows sent     | shared expert |            rows there     experts     outputs
+    backward    gradients of outputs    experts    gradients sent    | shared expert |    gradients there
 
-Formulas, of rows of H numbers of e bytes, and of tables of weights that travel with them. n_t: other nodes of token t
-    over the slow link     sum over t of n_t rows there, as many back; at most min(K, N - 1) T, limited: M T
-    a table for each row   E/N weights over the slow link, E/P inside a node; there, and in backward their gradients
+Formulas, for rows of H elements of e bytes, sent with tables of weights. n_t: other nodes of token t
+    over the slow link     sum over t of n_t rows, as many back; at most min(K, N - 1) T, limited: M T
+    a table for each row   E/N weights over the slow link, E/P inside a node; gradients alike
     counts                 8 bytes for the rows, and for each expert behind the receiver; forward only
-Each hop waits once for its counts: two waits a layer. (DeepSeek-V3, 2412.19437, section 3.2.2, sends tokens so.)
+Each hop waits once for its counts: two waits per layer. (As in DeepSeek-V3, 2412.19437, section 3.2.2.)
 
 Run it:
     python two_hops.py                                                one rank, CPU or GPU
-    torchrun --nproc_per_node 4 two_hops.py --nodes 2                 gloo on CPU, nccl on GPU
+    torchrun --nproc_per_node 4 two_hops.py --nodes 2                 Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 4 two_hops.py --nodes 2 --max-nodes 1
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 from __future__ import annotations
@@ -68,15 +68,18 @@ from routing import ROUTERS, Group, check_routing, route, router_logits
 from torch import Tensor
 
 # Legend of shapes: T tokens of this rank, H hidden, F intermediate size of one expert, E experts, K experts per token;
-# N nodes of P/N ranks each. Rank r is on node r // (P/N) and holds the E/P experts from r E/P on: those of a node are
+# N nodes of P/N ranks. Rank r is on node r // (P/N) and holds the E/P experts from r E/P on: a node's are
 # consecutive. P' ranks of the group of a hop, E' experts in its table, m rows that leave in it and m' that arrive.
 Inner = Callable[[Tensor, Tensor, list[int]], Tensor]  # rows [n, H], table [n, E'], pairs of each expert -> [n, H]
-Note = Callable[[str], None]  # told of what happens, when it happens
+Note = Callable[[str], None]  # called for each event
 
 
 def node_groups(ranks: list[int], nodes: int, timeout: float = 60.0) -> tuple[Group, Group]:
-    """(inside, across) of this rank, if it is among `ranks`: my node, and the ranks with my place in theirs. Collective
-    over the world. `ranks` ascend, and those of a node are neighbours. ValueError unless nodes are equally large."""
+    """(inside, across) of this rank, if it is in `ranks`: its node, and the ranks with its place in other
+    nodes. Collective over the world. `ranks` ascend, and the ranks of a node are consecutive.
+
+    Raises ValueError if the nodes cannot have equally many ranks.
+    """
     if nodes < 1 or len(ranks) % nodes:
         fits = ", ".join(str(n) for n in range(1, len(ranks) + 1) if len(ranks) % n == 0)
         raise ValueError(f"{nodes} nodes cannot share {len(ranks)} ranks evenly; use {fits}")
@@ -92,7 +95,7 @@ def node_groups(ranks: list[int], nodes: int, timeout: float = 60.0) -> tuple[Gr
     return mine[0], mine[1]
 
 
-# -------------------------------------------------------------------------------------------------- rows under way
+# -------------------------------------------------------------------------------------------------- rows in flight
 
 
 @dataclass
@@ -103,7 +106,7 @@ class Trip:
     receive: list[int]
     group: Group
     note: Note
-    under_way: tuple | None = None  # what to wait for, where it arrives, and what is sent, which must live till then
+    under_way: tuple | None = None  # the work, its output, and its input, kept alive until it is done
 
     def depart(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         x = x.contiguous()
@@ -122,7 +125,7 @@ class Trip:
 
 
 class Depart(torch.autograd.Function):
-    """Rows [m, H] leave; the result [m', H] may not be read before `Arrive`. Backward: wait for the gradients."""
+    """Send rows [m, H]; do not read the result [m', H] before `Arrive`. Backward: wait for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, trip: Trip) -> Tensor:
@@ -131,14 +134,14 @@ class Depart(torch.autograd.Function):
         return trip.depart(x, trip.send, trip.receive)
 
     @staticmethod
-    def backward(ctx: Any, passes: Tensor) -> tuple:  # what `Arrive` handed on; the gradient itself is under way
+    def backward(ctx: Any, passes: Tensor) -> tuple:  # a placeholder from `Arrive`; the gradient is in flight
         dx = ctx.trip.arrive()
         ctx.trip.note("gradients there")
         return dx, None
 
 
 class Arrive(torch.autograd.Function):
-    """From here on the rows can be read. Backward: their gradients leave, the way that the rows came."""
+    """Wait: from here on the rows can be read. Backward: send their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, trip: Trip) -> Tensor:
@@ -149,7 +152,7 @@ class Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple:
-        # --- exercise 7.44: gradients leave; nobody waits here, and something of the right shape goes to `Depart` ---
+        # --- exercise 7.44: send the gradients without a wait; `Depart` gets a tensor of the right shape ---
         ctx.trip.note("gradients sent")
         ctx.trip.depart(dy, ctx.trip.receive, ctx.trip.send)
         return dy, None
@@ -169,15 +172,15 @@ def hop(
 ) -> Tensor:
     """x [n, H], table [n, E'] of weights, -1 for "not this one" -> [n, H], the weighted sums of the experts' outputs.
 
-    Each of the P' ranks of the group answers for E'/P' consecutive experts of the table; how it does is `inner`'s
-    business. A row goes to each rank that answers for one of its experts, once, and one sum comes back. `meanwhile` is
-    computed while rows travel, and added: [n, H].
+    Each of the P' ranks of the group covers E'/P' consecutive experts of the table; `inner` computes their
+    sums. A row is sent once to each rank that covers one of its experts, and one sum comes back. `meanwhile`
+    is computed while rows are in flight, and added: [n, H].
     """
     P, n = size_of(group), len(x)
     by_rank = table.unflatten(1, (P, -1))  # [n, P', E'/P']
     # --- exercise 7.45: each row to each rank that it needs, once; there `inner` answers; the sums come back ---
     wanted = (by_rank >= 0).any(2).T  # [P', n]
-    to_row = first_true(wanted)  # [P' n] by rank, then by row; those that nobody wants last
+    to_row = first_true(wanted)  # [P' n] by rank, then by row; unused ones last
     mine = torch.cat((wanted.sum(1, keepdim=True), (by_rank >= 0).sum(0)), 1)  # [P', 1 + E'/P'] rows, pairs by expert
     theirs = exchange_rows(mine, [1] * P, [1] * P, group)  # [P', 1 + E'/P']: row r is from rank r
     out, come = torch.stack((mine, theirs)).tolist()  # the host waits
@@ -196,7 +199,7 @@ def hop(
 
 
 def answer(rows: Tensor, table: Tensor, counts: list[int], compute: Compute) -> Tensor:
-    """The end of the way: rows [n, H] meet the experts of this rank, table [n, E/P] -> their weighted sums [n, H]."""
+    """The innermost step: rows [n, H], table [n, E/P] -> weighted sums [n, H] over this rank's experts."""
     pairs = first_true((table >= 0).T)[: sum(counts)]  # by expert, then by row
     expert, row = pairs // max(len(rows), 1), pairs % max(len(rows), 1)
     y = compute(rows[row], counts) * table[row, expert, None].to(rows.dtype)
@@ -204,7 +207,7 @@ def answer(rows: Tensor, table: Tensor, counts: list[int], compute: Compute) -> 
 
 
 def weight_table(experts: Tensor, weights: Tensor, E: int) -> Tensor:
-    """[T, K] twice -> [T, E]. A weight is never negative, but it can be 0 and still have a gradient: so -1 for none."""
+    """[T, K] twice -> [T, E]. -1 for none, since a weight is never negative but can be 0 with a gradient."""
     return weights.new_full((len(weights), E), -1).scatter(1, experts, weights)
 
 
@@ -217,7 +220,7 @@ def dispatch_two_hops(
     meanwhile: Callable[[], Tensor] | None = None,
     note: Note = lambda event: None,
 ) -> Tensor:
-    """x [T, H], table [T, E] -> [T, H]: over the slow link to the nodes that a token needs, and there to the ranks."""
+    """x [T, H], table [T, E] -> [T, H]: over the slow link to the nodes of a token, then to the ranks."""
     # --- exercise 7.46: a hop whose experts are a second hop ---
     in_node = lambda rows, table, counts: hop(rows, table, partial(answer, compute=compute), inside)  # noqa: E731
     return hop(x, table, in_node, across, meanwhile, note)
@@ -228,15 +231,15 @@ def dispatch_two_hops(
 
 
 def bytes_by_link(experts: list[Tensor], rank: int, nodes: int, E: int, H: int, e: int) -> tuple[int, int]:
-    """(over the slow link, inside the node): what leaves `rank` with two hops, forward and backward, in all-to-alls.
+    """(over the slow link, inside the node): bytes from `rank` in all-to-alls, both passes, with two hops.
 
-    experts: [T, K] of each rank. Rows and tables of weights are of e bytes a number, as are their gradients."""
+    experts: [T, K] of each rank. Rows, tables of weights and gradients have e bytes per element."""
     P = len(experts)
     size = P // nodes
     node, place, owner = rank // size, rank % size, [chosen // (E // P) for chosen in experts]  # owner [T, K]
 
     def rows(of: int, *ranks: int) -> int:
-        """Tokens of rank `of` that want an expert on one of these ranks."""
+        """Tokens of rank `of` that use an expert on one of these ranks."""
         return int(torch.stack([(owner[of] == r).any(1) for r in ranks]).any(0).sum())
 
     members = lambda n: range(n * size, (n + 1) * size)  # noqa: E731
@@ -251,7 +254,7 @@ def bytes_by_link(experts: list[Tensor], rank: int, nodes: int, E: int, H: int, 
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """One layer with a shared expert, in two hops, beside one process that has all tokens and all experts."""
+    """One layer with a shared expert, in two hops, next to one process with all tokens and all experts."""
     rank, P, E, K, T, H, F_ = dist.get_rank(group), size_of(group), args.experts, args.top_k, args.tokens, 32, 48
     inside, across = node_groups(list(range(P)), args.nodes)
     report, generator = Report(group), torch.Generator().manual_seed(0)
@@ -290,7 +293,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     report.compare(y, want_y.chunk(P)[rank])
     for name, value in mine.items():
         if name in ("gate", "up", "down"):
-            dist.all_reduce(value.grad, group=group)  # these are on every rank, which saw other tokens
+            dist.all_reduce(value.grad, group=group)  # on every rank, with different tokens
         report.compare(value.grad, want[name].grad.chunk(P)[rank] if name in (*cut, "x") else want[name].grad)
     report.title(f"{P} rank(s) on {args.nodes} node(s) with {T} tokens, {K} of {E} experts on {args.max_nodes} node(s)")
     report.add_errors("largest error of outputs and gradients")

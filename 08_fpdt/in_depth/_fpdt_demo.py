@@ -1,4 +1,4 @@
-"""What the demos of this chapter share: a text, a small Llama as the reference, bytes sent, starting the ranks."""
+"""Shared by the demos of this chapter: a text, a small Llama as the reference, bytes sent, process groups."""
 
 import argparse
 import gc
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # imported later, with a group open, it would keep that group alive
 import torch.nn.functional as F
 from fpdt_store import CpuMachine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-IGNORE = -100  # a label that is no target
+IGNORE = -100  # a label without a target
 
 
 class Wire(TorchDispatchMode):
@@ -39,14 +39,14 @@ class Wire(TorchDispatchMode):
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Inside, an all-to-all ends when gloo has let go of its messages: a thread of its own does so some time after the
-    call has returned, and until then whoever counts bytes finds the message still there."""
+    """Inside, an all-to-all ends when Gloo has freed its messages. A thread of Gloo does so some time after
+    the call has returned, and until then a byte counter still counts the messages."""
     plain = dist.all_to_all_single
 
     def call(output: Tensor, source: Tensor, *args: Any, **options: Any) -> Any:
         storages = [x.untyped_storage()._cdata for x in (output, source)]
         before = [torch._C._storage_Use_Count(storage) for storage in storages]
-        work = plain(output.view_as(output), source.view_as(source), *args, **options)  # gloo holds these, not ours
+        work = plain(output.view_as(output), source.view_as(source), *args, **options)  # Gloo holds these
         until = time.monotonic() + 60
         for storage, users in zip(storages, before, strict=True):
             while torch._C._storage_Use_Count(storage) > users and time.monotonic() < until:
@@ -67,7 +67,7 @@ def text(B: int, S: int, step: int = 0) -> Tensor:
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """The reference: PyTorch's attention over the whole sequence on one rank."""
+    """The reference: PyTorch's attention over the full sequence on one rank."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, N, D] -> [B, N, S, D]
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
@@ -81,13 +81,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of every rotation angle, [T, D/2], in fp32 whatever the model's dtype."""
+    """cos and sin of every rotation angle, [T, D/2], in fp32 for any dtype of the model."""
     angle = positions[:, None].float() * theta ** (-torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
     return angle.cos(), angle.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[..., None, :], sin[..., None, :]  # every head turns alike
+    cos, sin = cos[..., None, :], sin[..., None, :]  # equal for all heads
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -181,10 +181,10 @@ class Llama(nn.Module):
 
 
 def batch(S: int, vocab: int, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [1, S] of a text; labels are shifted here, before anybody splits the sequence."""
+    """Tokens and labels [1, S] of a text; labels are shifted here, before the sequence is split."""
     tokens = text(1, S + 1, step) % vocab
     labels = tokens[:, 1:].clone()
-    labels[:, : S // 5] = IGNORE  # a prompt that is not learned
+    labels[:, : S // 5] = IGNORE  # a prompt without targets
     return tokens[:, :-1], labels
 
 
@@ -223,7 +223,7 @@ def three_steps(model: nn.Module, loss_of: Callable[[int], tuple[Tensor, Tensor]
 
 
 def run(args: argparse.Namespace, demo: Callable[..., list[str]], on_cpu: bool = False) -> int:
-    """Start the process group, run the demo, print the verdict on rank 0. `on_cpu`: even where there is a GPU."""
+    """Start the process group, run the demo, print the verdict on rank 0. `on_cpu`: even with a GPU."""
     gpu = torch.cuda.is_available() and not on_cpu
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
     alone: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -240,7 +240,7 @@ def run(args: argparse.Namespace, demo: Callable[..., list[str]], on_cpu: bool =
 
 
 def check_ranks_and_heads(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """One line on stderr and exit code 2 for sizes that do not fit together."""
+    """One line on stderr and exit code 2 for inconsistent sizes."""
     gpus = torch.cuda.device_count()
     if 0 < gpus < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         parser.error(f"--nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} is more than the GPUs here; use {gpus}")

@@ -1,17 +1,17 @@
 """How far FPDT goes on one GPU: `python bench_fpdt_attention.py --gpu`. With --dry it runs on the CPU, tiny.
 
-1. Verify. Every kernel against explicit attention, and a model in chunks against the whole one, both in bf16 and both
-   judged by float32. What is wrong ends the program before anything is timed or written.
-2. Measure what the link and attention reach, and take the chunk that fpdt_time.py recommends for it.
-3. One step (forward, loss, backward) at growing lengths, three ways: FPDT; each block recomputed; each block recomputed
-   with its input offloaded. All three have the loss in pieces, so that the difference is the block. A length takes as
-   many layers as its time allows, at full width; bytes of the others (weights, gradients, AdamW in fp32: 16 bytes a
-   parameter) are held meanwhile, and MFU is that of the layers which ran. It counts attention as the full square, as
-   everywhere in these chapters (01), so that at these lengths it is nearly twice the share of the peak at which the
-   GPU computes; beside it stands the MFU of the half that a causal mask leaves.
-4. The longest sequence. Memory alone decides it, so attention sees only a part of the keys: allocations and copies are
-   those of a real step, the numbers are not. Inputs of the layers that do not run are held on the device; with offload
-   only as many as find room beside the working memory, and the rest must be free on the host.
+1. Verify. Every kernel against explicit attention, and a model in chunks against the full one, both in bf16
+   and compared with float32. An error ends the program before anything is timed or written.
+2. Measure the rates of the link and of attention, and take the chunk that fpdt_time.py recommends for them.
+3. One step (forward, loss, backward) at growing lengths, three ways: FPDT; each block recomputed; each block
+   recomputed with its input offloaded. All three split the loss, so only the block differs. A length runs as
+   many layers as its time allows, at full width; the bytes of the others (weights, gradients, AdamW in fp32:
+   16 bytes per parameter) are allocated meanwhile. MFU counts the layers that ran, and attention as the full
+   square, as everywhere in these chapters (01). At these lengths it is nearly twice the share of the peak at
+   which the GPU computes, so the MFU of the causal half stands beside it.
+4. The longest sequence. Only memory limits it, so attention reads only a part of the keys: allocations and
+   copies are as in a real step, the values are not. Inputs of layers that do not run are stored on the
+   device; with offload only those that fit beside the working memory, the rest must fit on the host.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # imported later, with a group open, it would keep that group alive
 from _fpdt_demo import Llama, LlamaBlock, dense_attention
 from fpdt_attention import EXPLICIT, FUSED, Kernel, attend, attend_backward, merge
 from fpdt_costs import Hardware, Sizes, model_host_peak
@@ -50,10 +50,10 @@ class Plan:
     vocab: int
     layers: int
     lengths: tuple[int, ...]  # of the table
-    longest: int  # where the search ends
+    longest: int  # the end of the search
     seconds: float  # for one step of the table
     memory: float  # for attention
-    kernel_tokens: int  # a chunk of the kernels' check and timing
+    kernel_tokens: int  # a chunk to check and time kernels
 
 
 REAL = Plan(2048, 16, 4, 8192, 128256, 16, (2**16, 2**17, 2**18, 2**19), 2**22, 5.0, 6e9, 2**14)  # 1.2 billion
@@ -75,7 +75,7 @@ def cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 def a_part_of(kernel: Kernel) -> Kernel:
-    """The same tensors for a fraction of the work: attention to the first keys only. For memory, not for numbers."""
+    """The same tensors for a fraction of the work: only the first keys. For memory, not for values."""
 
     def fewer(k: Tensor) -> Tensor:
         return k[:, : max(k.shape[1] // 32, 1)].contiguous()
@@ -94,7 +94,7 @@ def a_part_of(kernel: Kernel) -> Kernel:
 
 
 def first_keys(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """The same for attention in one piece."""
+    """The same for attention without chunks."""
     few = max(k.shape[1] // 32, 1)
     return dense_attention(q, k[:, :few], v[:, :few], causal=False)
 
@@ -135,7 +135,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple[str, Kernel, float]:
-    """The fastest kernel that is right, and its FLOP/s forward."""
+    """The fastest correct kernel, and its FLOP/s forward."""
     candidates = {"FlashAttention-2": FUSED}
     if device.type == "cuda":
         candidates["cuDNN"] = Kernel(cudnn_forward, cudnn_backward)
@@ -158,7 +158,7 @@ def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple
 
 
 def verify_model(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> None:
-    """Gradients of a model in chunks are as near to float32's as those of the whole model in the same precision."""
+    """A model in chunks must be as near to float32 gradients as the full model in the same precision."""
     sizes = dict(hidden=256, heads=4, kv_heads=2, intermediate=256)
     tokens = torch.randint(256, (1, 513), generator=torch.Generator().manual_seed(0)).to(device)
     tokens, labels, positions = tokens[:, :-1], tokens[:, 1:], torch.arange(512, device=device)
@@ -189,17 +189,17 @@ def link_speed(device: torch.device) -> float:
 
 
 def flops(plan: Plan, S: int, layers: int, scores: float = 1.0) -> float:
-    """Of one step, forward and backward, nothing counted twice: chapter 01's `step_flops`, with attention as the full
-    square. `scores`: the share of it that counts; 0.5 is what a causal mask leaves."""
+    """FLOPs of one step, both passes, nothing twice: chapter 01's `step_flops`, with attention as the full
+    square. `scores`: the counted part of the square; 0.5 for a causal mask."""
     block = 2 * plan.hidden**2 * (1 + plan.kv_heads / plan.heads) + 3 * plan.hidden * plan.intermediate
     return 3 * (layers * (2 * block * S + scores * 4 * S * S * plan.hidden) + 2 * S * plan.hidden * plan.vocab)
 
 
 def held_beside(plan: Plan, way: str, z: Sizes, layers: int, block: int, head: int) -> int:
-    """Bytes to hold on a GPU besides a step of `layers` layers with `block` parameters each and an output layer of
-    `head`: 16 bytes for each parameter of the model less the weights and gradients of what runs, and the inputs of the
-    layers that do not run. With offload these lie on the device only where they find room, the others on the host;
-    MemoryError if they find none there."""
+    """Bytes to allocate on a GPU beside a step of `layers` layers with `block` parameters each and an output
+    layer of `head`: 16 bytes per parameter of the model, minus weights and gradients of what runs, plus the
+    inputs of the layers that do not run. With offload only those that fit are on the device, the others on
+    the host; MemoryError if they do not fit there."""
     ran = 2 * z.e * (layers * block + head)
     weights = 16 * (plan.layers * block + head) - ran
     x_bytes = z.S * plan.hidden * z.e
@@ -228,8 +228,8 @@ def step(
     kernel: Kernel,
     rehearse: bool = False,
 ) -> tuple[float, int]:
-    """Seconds of one forward and backward, and the peak of the device in bytes, others' bytes included. To rehearse is
-    to try the memory only, with a part of attention, untimed."""
+    """Seconds of one forward and backward, and the peak of the device in bytes, including other layers'. A
+    rehearsal only tests memory, with a part of attention, untimed."""
     cuda = device.type == "cuda"
     D = plan.hidden // plan.heads
     sizes = (plan.hidden, plan.heads, plan.kv_heads, plan.intermediate)
@@ -240,7 +240,7 @@ def step(
     cos, sin = angles.cos(), angles.sin()
     labels = torch.randint(plan.vocab, (1, S), device=device)
     store = Store(machine_for(device), host_limit=available_host_memory() if cuda else None)
-    others = 0  # on a CPU nothing else is held
+    others = 0  # on a CPU nothing else is allocated
     if cuda:
         z = Sizes(S, 1, u, plan.heads, plan.kv_heads, D, dtype.itemsize)
         others = held_beside(plan, way, z, layers, sum(p.numel() for p in blocks[0].parameters()), head.numel())
@@ -279,9 +279,9 @@ def step(
 
 
 def predicted_seconds(plan: Plan, S: int, layers: int, gpu: predictions.Gpu) -> float:
-    """From the data sheet. Forward is computed twice, and attention's backward is 2.5 forwards. A score costs 4 D FLOPs
-    of products and one exponential, for which a multiprocessor needs as long as for 256: softmax, computed after the
-    products and not beside them, leaves D / (D + 64) of the rate."""
+    """From the data sheet. Forward is computed twice, and attention's backward is 2.5 forwards. A score costs
+    4 D FLOPs of matmuls and one exponential, which takes a multiprocessor as long as 256. Softmax runs
+    after the matmuls, not beside them, which leaves D / (D + 64) of the rate."""
     rest = flops(plan, S, layers, 0.0)
     attention = flops(plan, S, layers, 0.5) - rest
     slower = 1 + 64 * plan.heads / plan.hidden
@@ -289,7 +289,7 @@ def predicted_seconds(plan: Plan, S: int, layers: int, gpu: predictions.Gpu) -> 
 
 
 def no_memory(error: Exception) -> str:
-    """What ran out; raises any other error again. When the host has no more to pin, it is a plain RuntimeError."""
+    """What ran out; other errors are raised again. A host without pinnable memory is a plain RuntimeError."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return type(error).__name__
     if "out of memory" not in str(error):
@@ -301,7 +301,7 @@ def free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         with contextlib.suppress(AttributeError):
-            torch._C._host_emptyCache()  # pinned memory as well
+            torch._C._host_emptyCache()  # also pinned memory
 
 
 def chunks_for(plan: Plan, S: int, h: Hardware) -> int:
@@ -344,7 +344,7 @@ class Bench:
     def one_step(self, S: int, way: str) -> bool:
         """Time a length; whether it fits."""
         plan, gpu = self.plan, predictions.here()
-        # 4.5/3 of the counted work is done: forward twice, and backward is 2.5 forwards
+        # 4.5/3 of the counted work: forward twice, and backward is 2.5 forwards
         one = 1.5 * flops(plan, S, 1, 0.5) / self.reached
         layers = max(1, min(plan.layers, int(plan.seconds / 2 / one)))
         u = chunks_for(plan, S, self.h)
@@ -362,8 +362,8 @@ class Bench:
         return True
 
     def search(self, way: str, until: float, fits: int = 0) -> None:
-        """Double the length until it does not fit, from `fits` on, which is known to. The row grows with what was
-        found, and stays if this program is ended."""
+        """Double the length until it does not fit, from `fits` on, which does. The row is updated with each
+        length, and stays if this program is ended."""
         row = [way, fits, "", "the time was over"]
         self.longest.rows.append(row)
         self.longest.write()
@@ -401,7 +401,7 @@ def measure(dry: bool, out: Path | None, limit: float = 450.0) -> int:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **where)
     plan = TINY if dry else REAL
     bench = Bench(plan, device, torch.float32 if dry else torch.bfloat16, out)
-    # A length that surely fits, the goal's length, then how far FPDT goes; the others for comparison.
+    # A length that surely fits, the target length, then the limit of FPDT; the others for comparison.
     goals = [(plan.lengths[1], WAYS[0]), (plan.lengths[-1], WAYS[0])]
     ran = [S for S, way in goals if bench.one_step(S, way)]
     bench.search(WAYS[0], 0.7 * limit, max(ran, default=0))

@@ -1,12 +1,12 @@
-"""Attention in chunks: its bytes by number of chunks, measured and predicted, and its time; on a GPU, how far it goes.
+"""Attention in chunks: bytes by number of chunks, measured and predicted, and time; on a GPU, its limits.
 
     python bench_fpdt_attention.py   CPU: writes results/08_fpdt.cpu.json, 08_fpdt_speed* and the figure
-    python 08_fpdt/in_depth/bench_fpdt_attention.py --figures       only draws the figure again
+    python 08_fpdt/in_depth/bench_fpdt_attention.py --figures       only redraws the figure
     python bench_fpdt_attention.py --gpu   one GPU, about 5 minutes: longest sequence, MFU, against recomputation
     python 08_fpdt/in_depth/bench_fpdt_attention.py --gpu --dry --out DIR   the same program on the CPU, with tiny sizes
 
-First output and gradients of attention in chunks must be those of attention in one piece, and the bytes those of the
-formulas; only then is anything timed or written.
+First output and gradients of attention in chunks must match the full attention, and the bytes the formulas;
+only then is anything timed or written.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CHUNKS = (1, 2, 4, 8, 16)
 
 
 def verify() -> None:
-    """Output and gradients in 1, 2 and 4 chunks, against the whole sequence on one rank."""
+    """Check output and gradients in 1, 2 and 4 chunks against the full sequence on one rank."""
     group, P, S = dist.group.WORLD, dist.get_world_size(), 64
     make = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, S, n, 8, generator=make, dtype=torch.float64) for n in (4, 2, 2, 4))
@@ -95,7 +95,7 @@ def memory_rows() -> list[list]:
 
 
 def speed_rows() -> list[list]:
-    """Seconds of attention, forward and backward, in u chunks over those in one; one process."""
+    """Seconds of attention, forward and backward, in u chunks over seconds in one chunk; one process."""
 
     def step(u: int) -> None:
         make = torch.Generator().manual_seed(0)

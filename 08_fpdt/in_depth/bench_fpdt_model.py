@@ -1,9 +1,9 @@
-"""A whole model in chunks: the memory and the time of a step beside recomputation, and what is left on the device.
+"""A full model in chunks: memory and time of a step next to recomputation, and what stays on the device.
 
     python 08_fpdt/in_depth/bench_fpdt_model.py   CPU: writes results/08_fpdt_model* and 08_fpdt_remaining*
 
-First loss and every gradient of the model in 1 and 4 chunks, in both ways to keep, have to be those of the whole model,
-on one rank and on two; only then is anything measured. On a GPU: bench_fpdt_attention.py --gpu.
+First loss and every gradient of the model in 1 and 4 chunks, with both values of `keep`, have to match the
+full model, on one rank and on two; only then is anything measured. On a GPU: bench_fpdt_attention.py --gpu.
 """
 
 import sys
@@ -30,7 +30,7 @@ SIZES = dict(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
 
 
 def verify() -> None:
-    """Loss and every gradient, against the whole model."""
+    """Check loss and every gradient against the full model."""
     group, P = dist.group.WORLD, dist.get_world_size()
     tokens, labels = batch(64, 256, 0)
     valid = (labels != IGNORE).sum()
@@ -51,7 +51,7 @@ def verify() -> None:
 
 
 def step_of(u: int, keep: str) -> Callable[[], None]:
-    """Forward and backward of a model; u = 0 is the model in one piece, each block recomputed if `keep` is "input"."""
+    """Forward and backward of a model; u = 0: without chunks, each block recomputed if `keep` is "input"."""
     model, store = Llama(**SIZES), Store(CpuMachine())
     tokens, labels = batch(S, 256, 0)
     positions = torch.arange(S)
@@ -74,7 +74,7 @@ def step_of(u: int, keep: str) -> Callable[[], None]:
 
 
 def step_rows() -> list[list]:
-    """Peak bytes of a step on the device, bytes on the host, and seconds over those of recomputation."""
+    """Peak bytes of a step on the device, bytes on the host, and seconds over seconds of recomputation."""
     recomputed = step_of(0, "input")
     rows = []
     for name, u, keep in (
@@ -94,7 +94,7 @@ def step_rows() -> list[list]:
 
 
 def remaining() -> list[list]:
-    """What the device holds at most in a step of one layer, in bytes, by what it is; 16 chunks."""
+    """The peak memory of the device in a step of one layer, in bytes, by kind; 16 chunks."""
     H, V, F, u = 64, 2048, 128, 16
     block = LlamaBlock(H, 4, 2, F)
     run = fpdt_block(block, u, dist.group.WORLD, Store(CpuMachine()), finer=4)

@@ -1,11 +1,11 @@
-"""The store: copies counted, and what may run beside a computation with one slot, two and three; on a GPU, what does.
+"""The store: copies counted, and what may run beside a computation with 1, 2, 3 slots; on a GPU, what does.
 
     python 08_fpdt/in_depth/bench_fpdt_store.py   from the recorder: writes results/08_fpdt_store*
     python 08_fpdt/in_depth/bench_fpdt_store.py --gpu [--out DIR]   one GPU, real streams and pinned memory: GB/s, ms
     python 08_fpdt/in_depth/bench_fpdt_store.py --gpu --dry --out DIR     the same program on the CPU, with tiny sizes
 
-A walk reads chunks from the host, one after the other, and computes with each. First the numbers of a walk have to be
-right, its copies as many as predicted, and a machine that leaves out any of the four waits must be found racing; only
+A walk reads chunks from the host, one after the other, and computes with each. First the results and the
+number of copies have to be right, and a machine without any one of the four waits must raise a race. Only
 then is anything written. On a GPU every chunk's sum is checked after every walk.
 """
 
@@ -58,7 +58,7 @@ def store_all(store: Store, count: int, elements: int, device: torch.device) -> 
 def walk(
     store: Store, hosts: list[Buffer], device: torch.device, sets: int, work: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The results of `work` for every chunk, in order. It may not make the host wait for the device."""
+    """The results of `work` for every chunk, in order. `work` must not make the host wait for the device."""
     prefetch, found = Prefetch(store, range(len(hosts)), lambda n: [hosts[n]], device, sets), []
     for _ in hosts:
         [slot] = prefetch.take()
@@ -76,7 +76,7 @@ def expected(count: int, elements: int, device: torch.device) -> Tensor:
 
 
 def verify() -> None:
-    """Ends the program unless each wait is there: without it there is a race, every time."""
+    """Exit unless each missing wait raises a race, every time."""
     cpu = torch.device("cpu")
     for who, whom in WAITS:
         try:
@@ -85,7 +85,7 @@ def verify() -> None:
         except Race:
             continue
         sys.exit(f"{who} does not wait for {whom}, and nobody notices")
-    store = Store(CpuMachine())  # host buffers that are given back with their fetches under way, and used again
+    store = Store(CpuMachine())  # host buffers returned with fetches in flight, then reused
     hosts = store_all(store, 2, ELEMENTS, cpu)
     prefetch = Prefetch(store, range(2), lambda n: [hosts[n]], cpu)
     prefetch.take()
@@ -97,7 +97,7 @@ def verify() -> None:
 
 
 def counted(sets: int) -> list:
-    """One row: a walk with so many slots, in numbers."""
+    """One row: the counts of a walk with `sets` slots."""
     cpu, size = torch.device("cpu"), 4 * ELEMENTS
     store = Store(machine := CpuMachine(record=True))
     with DeviceMemory() as memory:
@@ -107,14 +107,14 @@ def counted(sets: int) -> list:
     if not torch.equal(got, expected(CHUNKS, ELEMENTS, cpu)):
         sys.exit(f"{sets} slots: a walk finds {got.tolist()}")
     fetches = [op for op in machine.ops if op.stream == "fetch"]
-    # Before the first use CHUNKS pieces were computed; a fetch is beside use n if it need not wait for its end.
+    # Before the first use CHUNKS pieces were computed; a fetch overlaps use n unless it waits for its end.
     beside = sum(op.after["compute"] < CHUNKS + n for n, op in enumerate(fetches) if n)
     idle = {f: idle_time(machine.ops, lambda op, f=f: seconds(op, f)) for f in (0.5, 1.0, 2.0)}
     for f, got_idle in idle.items():
         want = CHUNKS * f if sets == 1 else f + (CHUNKS - 1) * max(0.0, f - 1)
         if not abs(got_idle - want) < 1e-9:
             sys.exit(f"{sets} slots, a fetch of {f}: the computation waits {got_idle}, predicted {want}")
-    slots = memory.peak - 2 * 4 * CHUNKS  # the results are there as well, alone and in one tensor
+    slots = memory.peak - 2 * 4 * CHUNKS  # plus the results, single and in one tensor
     predicted = [CHUNKS, CHUNKS * size, (CHUNKS - 1) * (sets > 1)]
     row = [len(fetches), store.fetched, beside]
     if (
@@ -204,7 +204,7 @@ def copies(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Path
 
 
 def overlaps(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Path | None) -> None:
-    """Milliseconds of a walk with one slot and with two, beside its copies alone and its computation alone."""
+    """Milliseconds of a walk with one slot and with two, next to only its copies and only its computation."""
     cuda, machine = device.type == "cuda", machine_for(device)
     table = Table(
         "08_fpdt_overlap",

@@ -1,34 +1,34 @@
-"""FPDT II: attention over a sequence in chunks, whose keys and values wait on the host.
+"""FPDT II: attention over a sequence in chunks, with keys and values on the host.
 
-Problem. Ulysses (chapter 5) gives each of P ranks all S tokens of N/P heads. That shares the work out, but at S = 2
-million every rank still holds q, k, v, the output and, in backward, their gradients for 2 million tokens.
+Problem. Ulysses (chapter 5) gives each of P ranks all S tokens of N/P heads. This splits the work, but at
+S = 2 million every rank still stores q, k, v, the output, and in backward their gradients, of all tokens.
 
-Idea. Cut the sequence into u chunks and run Ulysses on one chunk at a time (FPDT, 2408.16978, section 4). Under a
-causal mask chunk i needs the keys and values of chunks 0..i, no others; the earlier ones come back from the host, the
-next while attention to this one is computed. What attention gives for each chunk is merged by its log-sum-exp.
+Idea. Split the sequence into u chunks and run Ulysses on one chunk at a time (FPDT, 2408.16978, section 4).
+Under a causal mask chunk i needs only the keys and values of chunks 0..i. Earlier ones are fetched from the
+host, the next one during attention to this one. The results per chunk are merged by log-sum-exp.
 
     chunk i   q_i k_i v_i  --all-to-all-->  q̂_i k̂_i v̂_i      [S/uP tokens, N heads] -> [S/u tokens, N/P heads]
-    device    q̂_i stays; attend to k̂_i v̂_i, then to  | k̂_0 v̂_0 | k̂_1 v̂_1 | ... | k̂_i-1 v̂_i-1 |  fetched in turn
+    device    q̂_i stays; attend to k̂_i v̂_i, then fetch | k̂_0 v̂_0 | k̂_1 v̂_1 | ... | k̂_i-1 v̂_i-1 |
     host      k̂_0 v̂_0 ... k̂_i v̂_i (and for backward q̂, the output ô, the log-sum-exp)
               ô_i  --all-to-all-->  o_i
 
-Backward has the loops the other way round: outer over k̂_j v̂_j, inner over the q̂_i with i >= j, which come with ô_i,
-its gradient, the log-sum-exp and the dq̂_i so far. dk̂_j and dv̂_j are complete after the inner loop, and so is dq̂_j:
-chunk j was its last. They go home by all-to-all, and the device has never held more than a few chunks.
+Backward swaps the loops: outer over k̂_j v̂_j, inner over the q̂_i with i >= j, fetched with ô_i, its
+gradient, the log-sum-exp and partial dq̂_i. The inner loop completes dk̂_j, dv̂_j and dq̂_j: chunk j was its
+last. They are returned by all-to-all. The device never stores more than a few chunks.
 
-Order of tokens. Chunk i of all ranks together must be a contiguous piece of the sequence, so rank r holds
+Order of tokens. Chunk i of all ranks together must be a contiguous slice of the sequence, so rank r holds
     i·S/u + r·S/(uP) ... + S/(uP) - 1   for i = 0 .. u-1
-and its positions, labels and masks follow (`fpdt_positions`).
+and its positions, labels and masks follow this order (`fpdt_positions`).
 
-Per layer and rank, n = N/P query and n_kv key/value heads, c = S/u tokens, e bytes an element (fpdt_costs.py has all):
+Per layer and rank, n = N/P query, n_kv key/value heads, c = S/u tokens, e bytes each (see fpdt_costs.py):
     device, forward    3 c n D e + 4 c n_kv D e + ...       falls as 1/u, does not depend on S at fixed c
     link, forward      (u - 1) c n_kv D e · 2 stored,  u(u-1)/2 · 2 c n_kv D e fetched
-    network            that of Ulysses, for any u
+    network            as in Ulysses, for any u
 
 Run it:
     python fpdt_attention.py                                                        one rank, CPU or GPU
-    torchrun --nproc_per_node 2 fpdt_attention.py --chunks 8                        gloo on CPU, nccl on GPU
-The last line is PASS, or the script exits with 1 and says which number is off.
+    torchrun --nproc_per_node 2 fpdt_attention.py --chunks 8                        Gloo on CPU, NCCL on GPU
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 import argparse
@@ -63,7 +63,7 @@ from torch import Tensor
 
 
 def check_sizes(S: int, P: int, u: int, heads: int) -> None:
-    """ValueError in one line unless P ranks can hold S tokens in u chunks, and share out the heads."""
+    """ValueError in one line unless S tokens in u chunks and the heads divide among P ranks."""
     if u < 1 or u > S:
         raise ValueError(f"{u} chunks of a sequence of {S} tokens; use 1 to {S // P} chunks")
     if S % (P * u):
@@ -74,7 +74,7 @@ def check_sizes(S: int, P: int, u: int, heads: int) -> None:
 
 
 def fpdt_positions(seq_len: int, rank: int, ranks: int, chunks: int) -> Tensor:
-    """Positions in the sequence of the tokens that `rank` holds, in its order: int64 [S/P]."""
+    """Positions in the sequence of the tokens of `rank`, in its order: int64 [S/P]."""
     check_sizes(seq_len, ranks, chunks, ranks)
     # --- exercise 8.24: chunk i of all ranks together is a contiguous piece ---
     return torch.arange(seq_len).view(chunks, ranks, -1)[:, rank].flatten()
@@ -101,7 +101,7 @@ def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_kv_heads(x: Tensor, P: int) -> Tensor:
-    """K or V with just as many heads as P ranks can share out: [B, s, N_kv, D] -> [B, s, lcm(N_kv, P), D].
+    """K or V with the fewest heads that P divides: [B, s, N_kv, D] -> [B, s, lcm(N_kv, P), D].
     Differentiable: the gradients of copies are summed. Never expanded to all query heads."""
     copies = math.lcm(x.shape[2], P) // x.shape[2]
     return x if copies == 1 else x.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
@@ -111,12 +111,12 @@ def copy_kv_heads(x: Tensor, P: int) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Sums over chunks are taken in fp32 or better."""
+    """The dtype of sums over chunks: fp32 or better."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def explicit_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """The readable one. q, k, v [B, c, heads, D] -> out as q, lse [B, heads, c] in fp32 or better."""
+    """The readable form. q, k, v [B, c, heads, D] -> out as q, lse [B, heads, c] in fp32 or better."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, c, heads, D] -> [B, heads, c, D]
     scores = (q @ k.mT).to(wide(q.dtype)) / math.sqrt(q.shape[-1])
     if causal:
@@ -127,8 +127,8 @@ def explicit_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[
 def explicit_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With the log-sum-exp over *all* keys, exp(score - lse) are final weights, so one pair of chunks gives its share
-    of dq, dk and dv alone (2307.08691, algorithm 2)."""
+    """With the log-sum-exp over *all* keys, exp(score - lse) are final weights, so each pair of chunks gives
+    its part of dq, dk and dv independently (2307.08691, algorithm 2)."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))  # [B, c, heads, D] -> [B, heads, c, D]
     scale = 1 / math.sqrt(q.shape[-1])
     scores = (q @ k.mT).to(lse.dtype) * scale
@@ -145,7 +145,7 @@ aten = torch.ops.aten
 
 
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """PyTorch's FlashAttention, of the device at hand. It never writes the scores to memory."""
+    """PyTorch's FlashAttention for the device of q. It never writes the scores to memory."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, c, heads, D] -> [B, heads, c, D]
     if q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
@@ -171,7 +171,7 @@ def fused_backward(
 
 @dataclass(frozen=True)
 class Kernel:
-    """Attention of a chunk of queries to a chunk of keys, with as many heads of both; called as those of chapter 5."""
+    """Attention of a query chunk to a key chunk with as many heads; called as in chapter 5."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, *, causal) -> out, lse
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (dout, q, k, v, out, lse, *, causal) -> dq, dk, dv
@@ -181,13 +181,13 @@ EXPLICIT, FUSED = Kernel(explicit_forward, explicit_backward), Kernel(fused_forw
 
 
 def kernel_for(x: Tensor) -> Kernel:
-    """CUDA's FlashAttention wants bf16 or fp16; the CPU's takes all."""
+    """CUDA's FlashAttention needs bf16 or fp16; the CPU's takes all dtypes."""
     return FUSED if not x.is_cuda or x.dtype in (torch.bfloat16, torch.float16) else EXPLICIT
 
 
 def by_group(x: Tensor, kv_heads: int) -> Iterator[Tensor]:
-    """The query heads in turns, one for each K/V head: [B, c, n, D] -> G views [B, c, n_kv, D]; an lse [B, n, c] -> G
-    views [B, n_kv, c]. So grouped-query attention is G calls of a plain one, and K and V are never expanded."""
+    """G views of the query heads, with one head per K/V head: [B, c, n, D] -> [B, c, n_kv, D]; of an lse [B,
+    n, c] -> [B, n_kv, c]. So grouped-query attention is G plain calls, without expanding K and V."""
     yield from x.unflatten(-2, (kv_heads, -1)).unbind(-2)  # query head g of K/V head h is h·G + g
 
 
@@ -206,7 +206,7 @@ def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tup
 def attend_backward(
     kernel: Kernel, grads: Sequence[Tensor], given: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool
 ) -> None:
-    """Add this pair's share to grads = (dq, dk, dv). given = (dout, q, out, lse) of the chunk of queries."""
+    """Add this pair's part to grads = (dq, dk, dv). given = (dout, q, out, lse) of the chunk of queries."""
     dq, dk, dv = grads
     for dq_g, dout_g, q_g, out_g, lse_g in zip(*(by_group(x, k.shape[2]) for x in (dq, *given)), strict=True):
         more_q, more_k, more_v = kernel.backward(dout_g, q_g, k, v, out_g, lse_g.contiguous(), causal=causal)
@@ -217,7 +217,7 @@ def attend_backward(
 
 
 def merge(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> tuple[Tensor, Tensor]:
-    """Chapter 5's, in place: attention over more keys is added to out [B, c, n, D] and lse [B, n, c], and returned."""
+    """Chapter 5's, in place: add attention over more keys to out [B, c, n, D] and lse [B, n, c]."""
     # --- exercise 8.25: online softmax ---
     both = torch.logaddexp(lse, lse_block)
     out.mul_((lse - both).exp_().transpose(1, 2)[..., None])
@@ -232,7 +232,7 @@ def merge(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> tup
 
 @dataclass
 class Kept:
-    """What waits on the host for backward, one buffer per chunk."""
+    """What is stored on the host for backward, one buffer per chunk."""
 
     q: list[Buffer] = field(default_factory=list)
     k: list[Buffer] = field(default_factory=list)
@@ -245,12 +245,12 @@ class Kept:
 
 
 class ChunkedAttention:
-    """Causal attention over `group`, chunk by chunk. It owns no tensor: chunks come from a source and go to a sink."""
+    """Causal attention over `group`, chunk by chunk, from a source to a sink. It owns no tensors."""
 
     def __init__(
         self, group: dist.ProcessGroup, chunks: int, store: Store, kernel: Kernel | None = None, slots: int = 2
     ) -> None:
-        if slots not in (1, 2):  # the dq of the last rows would have to be fetched before it has come home
+        if slots not in (1, 2):  # the dq of the last rows would be fetched before it is stored
             raise ValueError(f"{slots} slots for what comes from the host; use 1 or 2")
         self.group, self.u, self.store, self.kernel, self.slots = group, chunks, store, kernel, slots
 
@@ -260,7 +260,7 @@ class ChunkedAttention:
     ) -> Kept:  # fmt: skip
         """`source(i)` gives q_i, k_i, v_i, [B, s, heads, D]; `sink(i, out)` gets [B, s, N, D].
 
-        keep    everything that backward needs; if not, the host has k̂ and v̂ of the chunks that later ones will ask for
+        keep    store all that backward needs; if not, only the k̂ and v̂ that later chunks need
         """
         kept, pairs = Kept(), [(i, j) for i in range(self.u) for j in range(i)]
         earlier = Prefetch(self.store, pairs, lambda ij: (kept.k[ij[1]], kept.v[ij[1]]), device, self.slots)
@@ -273,13 +273,13 @@ class ChunkedAttention:
         q, k, v = (to_heads(x, self.group) for x in qkv)  # [B, s, heads, D] -> [B, c, heads/P, D]
         kernel, dtype, c = self.kernel or kernel_for(q), q.dtype, q.shape[1]
         self.store.compute("project")
-        if keep or i < self.u - 1:  # nobody will ask for the last k̂, v̂, except backward
+        if keep or i < self.u - 1:  # only backward needs the last k̂, v̂
             kept.k.append(self.store.offload(k))
             kept.v.append(self.store.offload(v))
         if keep:
             kept.q.append(self.store.offload(q))
         self.store.compute("attend", c * (c + 1) / 2)
-        out, lse = attend(kernel, q, k, v, causal=True)  # to its own chunk first: k̂_i, v̂_i are here already
+        out, lse = attend(kernel, q, k, v, causal=True)  # own chunk first: k̂_i, v̂_i are on the device
         del k, v
         # --- exercise 8.26: and to the chunks before ---
         for _ in range(i):
@@ -302,10 +302,10 @@ class ChunkedAttention:
         device: torch.device,
     ) -> None:  # fmt: skip
         """The nested loop. `dout[i]` is the gradient of ô_i on the host; `sink(j, dq, dk, dv)` gets [B, s, heads, D].
-        Gives all host buffers back."""
+        Returns all host buffers."""
         u, store = self.u, self.store
-        dq_home: dict[int, Buffer] = {}  # dq̂_i so far, on the host
-        stays: list[Tensor] = []  # the dq̂ that is needed again in the very next step
+        dq_home: dict[int, Buffer] = {}  # partial dq̂_i, on the host
+        stays: list[Tensor] = []  # the dq̂ that the next step needs again
 
         def queries(ji: tuple[int, int]) -> list[Buffer]:
             j, i = ji
@@ -323,7 +323,7 @@ class ChunkedAttention:
             for i in range(j, u):
                 slots = inner.take()
                 if len(slots) == 5:
-                    into = slots[4]  # dq̂_i of the steps before; it is added to in place
+                    into = slots[4]  # dq̂_i of earlier steps, accumulated in place
                 elif stays:
                     into = store.made(stays.pop())
                 else:
@@ -332,10 +332,10 @@ class ChunkedAttention:
                 store.compute("attend back", c * (c + 1) / 2 if i == j else c * c, [*kv, *slots[:4]], [into])
                 given = [slot.data for slot in slots[:4]]
                 attend_backward(self.kernel or kernel_for(k), (into.data, dk, dv), given, k, v, causal=i == j)
-                if i == j:  # no later chunk of keys sees these queries: dq̂_j is complete
+                if i == j:  # no later chunk of keys: dq̂_j is complete
                     store.compute("dq to tokens", reads=[into])
                     dq_j.append(to_tokens(into.data.to(k.dtype), self.group))
-                elif (j, i) == (u - 2, u - 1):  # the next step is (u-1, u-1): its fetch is already under way
+                elif (j, i) == (u - 2, u - 1):  # the next step is (u-1, u-1): its fetch is in flight
                     stays.append(into.data)
                 else:
                     dq_home[i] = store.offload(into, into=dq_home.get(i))
@@ -371,7 +371,7 @@ class FPDTAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple:
         core, s = ctx.core, dout.shape[1] // ctx.core.u
         kept, ctx.kept = ctx.kept, None
-        if kept is None:  # its buffers are others' by now
+        if kept is None:  # its buffers are reused
             raise RuntimeError("backward through this attention a second time; run forward again")
         ctx.guard.release()
         dq, dk, dv = (dout.new_empty(shape) for shape in (*ctx.shapes, ctx.shapes[1]))
@@ -386,9 +386,9 @@ class FPDTAttention(torch.autograd.Function):
 
 
 def fpdt_attention(group: dist.ProcessGroup, chunks: int, store: Store, kernel: Kernel | None = None) -> Callable:
-    """A drop-in for `attention(q, k, v, *, causal)` of a model whose tokens lie as `fpdt_positions` says.
+    """A drop-in for `attention(q, k, v, *, causal)` of a model with tokens in the order of `fpdt_positions`.
 
-    q [B, S/P, N, D], k and v [B, S/P, N_kv, D] stay whole on the device; fpdt_model.py makes them chunk by chunk too.
+    q [B, S/P, N, D], k and v [B, S/P, N_kv, D] stay on the device in full; fpdt_model.py also chunks them.
     """
     core = ChunkedAttention(group, chunks, store, kernel)
 
@@ -397,7 +397,7 @@ def fpdt_attention(group: dist.ProcessGroup, chunks: int, store: Store, kernel: 
             raise ValueError("FPDT is for causal attention: without a mask every chunk needs the chunks after it")
         P = group.size()
         check_sizes(q.shape[1] * P, P, chunks, q.shape[2])
-        # Asked here: inside `apply` gradients are always off, and needs_input_grad is true under no_grad, too.
+        # Decided here: in `apply` gradients are always off, and needs_input_grad is also true under no_grad.
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         return FPDTAttention.apply(q, copy_kv_heads(k, P), copy_kv_heads(v, P), core, keep)
 
@@ -414,7 +414,7 @@ def forward_peak(attention: Callable, qkv: Sequence[Tensor]) -> int:
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Attention over a text, forward and backward, in ever more chunks beside the dense one."""
+    """Attention over a text, forward and backward, with more and more chunks, next to the dense reference."""
     P, S, D, dtype = group.size(), args.seq, 8, torch.float64
     sizes = Sizes(S=S, P=P, u=1, heads=args.heads, kv_heads=args.kv_heads, head_dim=D, e=8)
     make = torch.Generator().manual_seed(0)
@@ -429,7 +429,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         print(f"{P} rank(s) on {device.type}, {S} tokens, {args.heads}/{args.kv_heads} heads of {D}, float64")
         print(f"{'chunks':>6} {'error':>8}   bytes: {'link':>9} {'predicted':>9} {'network':>9} {'predicted':>9}"
               f" {'peak fwd':>9} {'predicted':>9}")  # fmt: skip
-    for u in [n for n in range(1, args.chunks + 1) if args.chunks % n == 0]:  # its divisors cut the sequence, too
+    for u in [n for n in range(1, args.chunks + 1) if args.chunks % n == 0]:  # so u divides the sequence
         now = sizes.with_chunks(u)
         store, mine = Store(machine_for(device)), fpdt_positions(S, group.rank(), P, u)
         x = [t[:, mine].clone().requires_grad_() for t in (q, k, v)]
@@ -445,7 +445,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             ("bytes over the link", store.offloaded + store.fetched, expected),
             ("bytes over the network", wire.bytes, 2 * network_bytes(now)),
         ]
-        if device.type == "cpu" and args.kv_heads % P == 0:  # else copies of K/V heads come on top, or explicit scores
+        if device.type == "cpu" and args.kv_heads % P == 0:  # else K/V copies or scores on top
             peak = forward_peak(attention, x)
             counted.append(("peak of the device", peak, attention_peak(now, "forward") + out.nbytes))
         found: list = [None] * P

@@ -1,9 +1,9 @@
-"""FPDT III: what chunks cost. Bytes on the device, on the host and on the way, and idle time of a forward.
+"""FPDT III: the costs of chunks. Bytes on the device, on the host and in flight, and idle time of a forward.
 
-Problem. More chunks mean less memory, and more and smaller copies. How many are right, and can one know beforehand?
+Problem. More chunks mean less memory, and more and smaller copies. Which number is best, known in advance?
 
-Idea. Everything that FPDT does can be counted in advance. A rank has n = N/P query heads and n_kv key/value heads;
-chunks have c = S/u tokens, the batch is 1, an element has e bytes and one of a sum w >= 4:
+Idea. Everything that FPDT does can be counted in advance. A rank has n = N/P query heads and n_kv key/value
+heads; a chunk has c = S/u tokens, the batch is 1, an element has e bytes, an element of a sum w >= 4:
 
     Q = c n D e    one chunk of q̂, of the output or of its gradient        K = c n_kv D e   one chunk of k̂ or v̂
     Q_w, K_w       the same in fp32                                         L = c n w        its log-sum-exp
@@ -16,19 +16,19 @@ chunks have c = S/u tokens, the batch is 1, an element has e bytes and one of a 
 The first two are multiples of c: they fall as 1/u, and if S and u double they stay.
 
 Time. A pair of chunks takes t = 4 c² n D / (FLOP/s), the fetch of its keys and values f = 2 c n_kv D e / (bytes/s).
-t grows with c², f with c: from  c* = e (FLOP/s) n_kv / (2 n (bytes/s))  on, a fetch hides behind a
-computation. Below it, each row of chunks waits for its link; `idle_forward` says for how long, exactly. Backward,
-stores, all-to-alls, a link that GPUs share, and the size of a chunk that follows from all of this: fpdt_time.py.
+t grows with c², f with c: from  c* = e (FLOP/s) n_kv / (2 n (bytes/s))  on, the computation hides the fetch.
+Below it, each row of chunks waits for its link; `idle_forward` gives the exact time. Backward, stores,
+all-to-alls, a link shared by GPUs, and the chunk size that follows from all of this: fpdt_time.py.
 
-    row i    | project, own chunk: a |  t  |idle|  t  |idle|  t  |         f > t: (f - t) for each pair, less what the
-    fetch    |      f      |      f      |      f      |                    head start during `a` and two slots hide
+    row i    | project, own chunk: a |  t  |idle|  t  |idle|  t  |     f > t: (f - t) per pair, minus what the
+    fetch    |      f      |      f      |      f      |                head start in `a` and two slots hide
 
-Sources: FPDT 2408.16978, sections 3 to 5. The formulas are ours; tests hold them against meters and a simulation.
+Source: FPDT 2408.16978, sections 3 to 5. The formulas are ours, tested with meters and a simulation.
 
 Run it:
     python fpdt_costs.py --seq 2097152                          idle time, predicted and simulated; bytes by chunks
     python fpdt_costs.py --paper                                the paper's memory table, recomputed
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 import inspect
@@ -79,16 +79,16 @@ class Sizes:
 
 
 def attention_peak(z: Sizes, way: str, sets: int = 2) -> int:
-    """Bytes on the device at most, "forward" or "backward", besides what goes in and comes out for all tokens; `sets`
-    of slots, one or two.
+    """Peak bytes on the device, "forward" or "backward", without inputs and outputs of all tokens; `sets` of
+    slots, one or two.
 
-    Counted phase by phase; the peak is that of the largest. `moved` is 1 if an all-to-all needs a second copy.
+    Counted phase by phase; the largest is the peak. `moved` is 1 if an all-to-all needs a second copy.
     """
     Q, K, L, Q_w, K_w = z.letters()
     G, moved, u = z.n // z.n_kv, int(z.P > 1), z.u
     cast = int(Q_w != Q)
     if way == "forward":
-        before = sets * 2 * K if u > 2 else 0  # slots that a row finds when it begins
+        before = sets * 2 * K if u > 2 else 0  # slots that exist when a row begins
         slots = before if u != 2 else 2 * K
         one = Q_w + L + (Q + L) // G  # attention of a pair, and the kernel's own result for one group of heads
         # --- exercise 8.28: the phases of a row of the forward pass ---
@@ -102,8 +102,8 @@ def attention_peak(z: Sizes, way: str, sets: int = 2) -> int:
         # --- end exercise ---
         return max(phases)
     slots = min(sets, u) * (2 * K + 3 * Q + L) + (sets * Q_w if u > 2 else 0)
-    new_dq = Q_w if u < 3 else 0  # else it is summed in its slot
-    waiting = Q if u > 1 else 0  # dq_j, which is complete before dk_j and dv_j are
+    new_dq = Q_w if u < 3 else 0  # otherwise it is summed in its slot
+    waiting = Q if u > 1 else 0  # dq_j, complete before dk_j and dv_j
     kernel = Q // G + 2 * K + (L // G if G > 1 else 0)
     phases = [
         slots + 2 * K_w + new_dq + waiting + kernel,
@@ -114,8 +114,8 @@ def attention_peak(z: Sizes, way: str, sets: int = 2) -> int:
 
 
 def feed_forward_peak(t: int, H: int, F: int, e: int, way: str) -> int:
-    """Bytes at most while t tokens go through norm, SwiGLU MLP and residual, besides what goes in and comes out, and
-    besides the sums of weight gradients. For e >= 4 (below, casts of the norm come on top) and F >= H.
+    """Peak bytes while t tokens run through norm, SwiGLU MLP and residual, without inputs, outputs and the
+    sums of weight gradients. For e >= 4 (below, plus casts of the norm) and F >= H.
 
     forward     gate, silu(gate) and up, and one of [t, H]
     backward    these, their product and the gradients of two; three of [t, H], 1/rms; one weight's share of gradient
@@ -124,37 +124,37 @@ def feed_forward_peak(t: int, H: int, F: int, e: int, way: str) -> int:
 
 
 def loss_peak(t: int, T: int, H: int, V: int, e: int) -> int:
-    """Bytes at most of `chunked_loss` for T tokens of this rank, t at a time: gradients of hidden states and weight,
-    logits of t tokens, one share of the weight's gradient, and per token a label, a bit and two numbers; the loss."""
+    """Peak bytes of `chunked_loss` for T tokens, t at a time: gradients of hidden states and weight, logits
+    of t tokens, one share of the weight's gradient, per token a label, a bit and two numbers; the loss."""
     w = max(e, 4)
     logits = t * V * (w + (e if w != e else 0))
     return T * H * e + V * H * (w + e) + logits + t * (9 + 2 * w) + w
 
 
 def link_bytes(z: Sizes, what: str) -> tuple[int, int]:
-    """(device to host, host to device) of one layer's attention. `what`: "forward"; "forward, kept" if backward is to
-    find q̂, k̂, v̂, the output and the log-sum-exp on the host; "backward"."""
+    """(device to host, host to device) of one layer's attention. `what`: "forward"; "forward, kept" if it
+    stores q̂, k̂, v̂, the output and the log-sum-exp for backward; "backward"."""
     Q, K, L, Q_w, _ = z.letters()
     u = z.u
-    earlier = u * (u - 1) // 2  # pairs of a chunk and one before it
+    earlier = u * (u - 1) // 2  # pairs of a chunk and an earlier one
     # --- exercise 8.29: bytes over the link ---
     if what == "forward":
         return (u - 1) * 2 * K, earlier * 2 * K
     if what == "forward, kept":
         return u * (2 * Q + 2 * K + L), earlier * 2 * K
-    again = max(earlier - 1, 0)  # sums of dq̂ that leave and come back; the last one stays
+    again = max(earlier - 1, 0)  # sums of dq̂ stored and fetched again; the last one stays
     return u * Q + again * Q_w, u * 2 * K + (earlier + u) * (3 * Q + L) + again * Q_w
     # --- end exercise ---
 
 
 def host_peak(z: Sizes) -> int:
-    """Bytes on the host at most, for one layer: kept q̂ k̂ v̂ ô lse, the gradient of ô, and sums of dq̂."""
+    """Peak bytes on the host for one layer: saved q̂ k̂ v̂ ô lse, the gradient of ô, and sums of dq̂."""
     Q, K, L, Q_w, _ = z.letters()
     return z.u * (3 * Q + 2 * K + L) + ((z.u - 1) * Q_w if z.u > 2 else 0)
 
 
 def network_bytes(z: Sizes) -> int:
-    """Bytes that a rank sends for one layer's attention, forward; backward sends as many. Whatever u is."""
+    """Bytes that a rank sends for one layer's attention, forward; backward sends as many. For any u."""
     heads = 2 * z.heads + 2 * math.lcm(z.kv_heads, z.P)
     return heads * z.S * z.head_dim * z.e * (z.P - 1) // z.P**2
 
@@ -163,14 +163,14 @@ def block_link_bytes(z: Sizes, H: int, keep: str) -> tuple[int, int]:
     """(device to host, host to device) of one block, forward and backward, on one rank."""
     x = z.S // z.P * H * z.e
     kept, back = link_bytes(z, "forward, kept"), link_bytes(z, "backward")
-    if keep == "attention":  # backward reads x twice, and ô once more
+    if keep == "attention":  # backward reads x twice, and ô again
         return kept[0] + back[0] + x, kept[1] + back[1] + 2 * x + z.u * z.letters()[0]
     once = link_bytes(z, "forward")
     return once[0] + kept[0] + back[0] + x, once[1] + kept[1] + back[1] + 2 * x
 
 
 def model_host_peak(z: Sizes, H: int, layers: int, keep: str) -> int:
-    """Bytes on the host at most, on one rank: x of every layer, and the rest of one layer, or of all."""
+    """Peak bytes on the host, on one rank: x of every layer, and the rest of one layer, or of all."""
     x, (Q, K, L, _, _) = z.S // z.P * H * z.e, z.letters()
     kept = z.u * (2 * Q + 2 * K + L)  # of one layer
     return layers * x + host_peak(z) + (layers - 1) * (kept if keep == "attention" else 0)
@@ -180,7 +180,7 @@ def model_host_peak(z: Sizes, H: int, layers: int, keep: str) -> int:
 
 
 def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> list[tuple[float, float]]:
-    """Start and end of each operation, if each stream does one at a time, in order, and each waits for its events."""
+    """Start and end of each operation, if each stream runs one at a time, in order, after its events."""
     ends: dict[str, list[float]] = {}
     times = []
     for op in ops:
@@ -193,14 +193,14 @@ def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> list[tuple[fl
 
 
 def idle_time(ops: Sequence[Op], seconds: Callable[[Op], float]) -> float:
-    """Time in which the computation waits, up to its end."""
+    """The total time that the computation waits."""
     spans = [span for op, span in zip(ops, simulate(ops, seconds), strict=True) if op.stream == "compute"]
     return max(end for _, end in spans) - sum(end - start for start, end in spans)
 
 
 def record_forward(u: int, sets: int = 2) -> list[Op]:
-    """The operations of FPDT's forward pass with empty hands: chunks of one element. A test holds them against what
-    fpdt_attention.py really does."""
+    """The operations of FPDT's forward pass without data: chunks of one element. A test compares them with
+    fpdt_attention.py."""
     machine = CpuMachine(record=True)
     store, kv = Store(machine), [[torch.zeros(1), torch.zeros(1)] for _ in range(u)]
     hosts: list[list[Buffer]] = []
@@ -222,16 +222,16 @@ def record_forward(u: int, sets: int = 2) -> list[Op]:
 def idle_forward(u: int, a: float, t: float, f: float) -> float:
     """Seconds that the computation waits in a forward pass.
 
-    a   one row's own work: finish a row, project the next, attend to the chunk itself
+    a   work per row: finish a row, project the next, attend to the chunk itself
     t   attend to one earlier chunk
     f   fetch the k̂ and v̂ of one chunk. To store k̂ must take no longer than a and the chunk's attention to itself
 
-    The first fetch is exposed: its slots are made when they are needed. Row i >= 2; T is the end of the row before.
-    - The row's first fetch began with the last pair of the row before, and arrives at T + f - t. If the others follow
-      without a gap, the last of i arrives at T + i f - t. Without waiting its pair would begin at T + a + (i - 1) t:
-      the row is late by i (f - t) - a.
-    - But if `a` is long, both slots fill while it lasts, and the third fetch must wait for the end of the first pair.
-      From there the last pair is i - 2 fetches and as many pairs away: late by (i - 2) (f - t).
+    The first fetch is exposed: its slots are made at first use. Row i >= 2; T is the end of the row before.
+    - The row's first fetch began with the last pair of the row before, and arrives at T + f - t. Without gaps
+      the last of i arrives at T + i f - t. Without waiting its pair would begin at T + a + (i - 1) t: the
+      row is late by i (f - t) - a.
+    - But if `a` is long, both slots fill during it, and the third fetch must wait for the end of the first
+      pair. From there the last pair is i - 2 fetches and as many pairs away: late by (i - 2) (f - t).
     """
     # --- exercise 8.31: the closed form ---
     rows = [max(0.0, (i - 2) * (f - t), i * (f - t) - a) for i in range(2, u)]
@@ -244,13 +244,13 @@ def idle_forward(u: int, a: float, t: float, f: float) -> float:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a computation and a copy reach, not what a data sheet promises: bench_fpdt_attention.py --gpu measures."""
+    """Achieved rates, not those of a data sheet: bench_fpdt_attention.py --gpu measures them."""
 
     flops: float = 400e12  # FLOP/s of attention, one GPU
     link: float = 50e9  # bytes/s between host and device, each way
     start: float = 20e-6  # seconds to start a kernel or a copy
-    sharing: int = 1  # GPUs that share this link, and all want it at the same time
-    network: float = 200e9  # bytes/s that leave a GPU in an all-to-all
+    sharing: int = 1  # GPUs that use this link at the same time
+    network: float = 200e9  # bytes/s that a GPU sends in an all-to-all
 
     def copy(self, size: float) -> float:
         """Seconds of a copy of `size` bytes, either way."""
@@ -268,11 +268,11 @@ def pair_seconds(z: Sizes, h: Hardware) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row of what FPDT reports for two chunks (2408.16978): 27 GB become 18, and 61 become 45.
+    """A row of FPDT's report for two chunks (2408.16978): 27 GB become 18, and 61 become 45.
 
-    Our assumptions, since a table of totals does not say what is in them:
+    Our assumptions, since a table of totals does not list the parts:
     - 256K tokens on each GPU, bf16, no grouped-query heads; hidden sizes 2560 and 4096 (GPTs of 2.7 and 6.7 billion).
-    - What is cut into chunks is the backward of attention, without slots: q, k, v, the output, its gradient, dq, dk
+    - Only the backward of attention is chunked, without slots: q, k, v, the output, its gradient, dq, dk
       and dv are 8 tensors of [tokens, hidden], and the all-to-alls of dq, dk and dv send from and receive into 6 more.
     - All else (weights, optimizer, residual stream, checkpoints) does not change with u: F. So M(u) = F + A/u, and the
       second column follows from the first.
@@ -317,7 +317,7 @@ def main() -> int:
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
     z = Sizes(args.seq, 1, 1, args.heads, args.kv_heads, args.head_dim)
-    if os.environ.get("RANK", "0") != "0":  # nothing here needs a second rank
+    if os.environ.get("RANK", "0") != "0":  # one rank suffices
         return 0
     if args.paper:
         print(inspect.getdoc(PaperRow), end="\n\n")

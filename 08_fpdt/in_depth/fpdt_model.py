@@ -1,32 +1,32 @@
-"""FPDT IV: the whole model in chunks. Projections, feed-forward, loss, checkpoints; what remains is weights and stream.
+"""FPDT IV: the full model in chunks: projections, feed-forward, loss, checkpoints. Weights and x stay full.
 
-Problem. Attention in chunks (fpdt_attention.py) leaves the rest of a block as it was: q, k, v of all tokens, an MLP 3
-to 4 times as wide as the model, and logits [S, V], which at a million tokens and V = 128256 are 256 GB in bf16.
+Problem. Attention in chunks (fpdt_attention.py) leaves the rest of a block unchanged: q, k, v of all tokens,
+an MLP 3 to 4 times as wide as the model, and logits [S, V], 256 GB in bf16 at S = 10⁶, V = 128256.
 
-Idea. Everything but attention looks at one token at a time, so it can be done for a few tokens at a time, and done
-again in backward (Mini-Sequence Transformer, 2407.15892). One autograd node is a whole block:
+Idea. Everything but attention works on single tokens, so it can run on a few tokens at a time, and be
+recomputed in backward (Mini-Sequence Transformer, 2407.15892). One autograd node is a full block:
 
     forward, chunk i    x_i -> norm, q k v -> attention to chunks 0..i -> output projection -> norm, MLP in finer pieces
-                        keep: x_i, on the host                          (and with keep="attention": q̂ k̂ v̂ ô lse)
+                        store x_i on the host                   (with keep="attention" also q̂ k̂ v̂ ô lse)
     backward
-      1  forward again, chunk by chunk; at its end, while h_i = x_i + attention is there, back through the MLP and the
-         output projection: dô_i goes to the host
-      2  nested loop of fpdt_attention.py; with dq_j, dk_j, dv_j home, back through projections, norm: dx_j is complete
+      1  forward again, chunk by chunk; then, while h_i = x_i + attention exists, back through the MLP and the
+         output projection: offload dô_i to the host
+      2  nested loop of fpdt_attention.py; then back through projections and norm: dx_j is complete
 
-    loss    for a few tokens: logits, softmax, d hidden, d weight, all in forward: logits are made once and not kept
+    loss    per few tokens: logits, softmax, d hidden, d weight in forward: logits are made once, not saved
 
-A node returns each weight's gradient once, the sum over all chunks, taken in fp32: hooks of data parallelism or ZeRO
-see an ordinary parameter. The loss of a rank is a sum over its tokens divided by the valid tokens of the whole batch:
-gradients are *summed* over the ranks of the sequence, together with those of data parallelism.
+A node returns each weight's gradient once, the sum over all chunks, in fp32: hooks of data parallelism or
+ZeRO see an ordinary parameter. The loss of a rank is a sum over its tokens divided by the valid tokens of the
+global batch, so gradients are *summed* over the ranks of the sequence and of data parallelism.
 
-Device memory, T = S/P tokens on a rank: x and y (in backward dy, dx), 2 T H e, is all that grows with T; what is
-inside a block falls with u. Host memory: T H e per layer, and q̂ k̂ v̂ ô dô dq̂ of one layer (or of each that keeps them).
+Device memory, T = S/P tokens on a rank: only x and y (in backward dy, dx), 2 T H e, grow with T; the rest
+falls with u. Host memory: T H e per layer, and q̂ k̂ v̂ ô dô dq̂ of one layer (or of each that saves them).
 
 Run it:
-    python fpdt_model.py                                       three steps beside the reference, one rank
-    torchrun --nproc_per_node 2 fpdt_model.py --chunks 4       gloo on CPU, nccl on GPU
+    python fpdt_model.py                                       three steps next to the reference, one rank
+    torchrun --nproc_per_node 2 fpdt_model.py --chunks 4       Gloo on CPU, NCCL on GPU
     python fpdt_model.py --watch                               64k tokens, where the dense model runs out of memory
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 import argparse
@@ -66,14 +66,14 @@ from torch.func import functional_call
 
 # Legend of shapes: B batch, T = S/P tokens of a rank, H hidden, N query heads, D head dim, F intermediate size, V
 # vocabulary; u chunks, s = T/u tokens of a chunk on a rank.
-IGNORE = -100  # a label that is no target
+IGNORE = -100  # a label without a target
 
 # ---------------------------------------------------------------------------------------- gradients, a piece at a time
 
 
 class Pieces(nn.Module):
-    """The parts of a Llama block that look at one token at a time. It owns nothing: `block` has Hugging Face's names
-    (input_layernorm, self_attn.q_proj ..., post_attention_layernorm, mlp), self_attn.parts.rope, self_attn.head_dim."""
+    """The parts of a Llama block that work on single tokens. Of `block` they need Hugging Face's names, from
+    input_layernorm and self_attn.q_proj to mlp, and self_attn.parts.rope, self_attn.head_dim."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class Pieces(nn.Module):
 
 
 class Gradients:
-    """Runs a module's forward a piece at a time, and sums the gradients of its parameters over the pieces.
+    """Runs a module's forward piece by piece, and sums the gradients of its parameters over the pieces.
 
-    It differentiates copies of the parameters that share their memory. So hooks of the real ones do not see the
+    It differentiates detached parameters that share the memory. So hooks of the real ones do not see the
     pieces; they see the sum, once, when the autograd node that owns this object returns it.
     """
 
@@ -117,7 +117,7 @@ class Gradients:
         return functional_call(self.module, self.leaves, args)
 
     def back(self, outputs: Sequence[Tensor], douts: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Gradients of the inputs; those of the parameters go into the sums."""
+        """Return gradients of the inputs, and add gradients of the parameters to the sums."""
         # --- exercise 8.32: one piece's share of every gradient ---
         (*dinputs,) = torch.autograd.grad(
             outputs, [*inputs, *(self.leaves[n] for n in self.sums)], douts, allow_unused=True
@@ -129,7 +129,7 @@ class Gradients:
         # --- end exercise ---
 
     def result(self) -> list[Tensor | None]:
-        """In the order of the module's parameters; None for a frozen one."""
+        """The sums, in the order of the module's parameters; None for a frozen one."""
         return [self.sums[n].to(p.dtype) if n in self.sums else None for n, p in self.module.named_parameters()]
 
 
@@ -157,7 +157,7 @@ class Chunked(torch.autograd.Function):
 
 
 def chunked(module: nn.Module, chunks: int) -> Callable[[Tensor], Tensor]:
-    """`module`, which looks at one token at a time, for [B, T, H] -> [B, T, H] in pieces; keeps its input only.
+    """`module`, which works on single tokens, [B, T, H] -> [B, T, H] in pieces; saves only its input.
     ValueError under autocast."""
 
     def run(x: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ def chunked(module: nn.Module, chunks: int) -> Callable[[Tensor], Tensor]:
 
 
 def refuse_autocast(x: Tensor) -> None:
-    """Backward is called outside of autocast, as a rule. What it runs again there would be another forward, and the
-    weights in another format. A model that is in bf16 itself needs no autocast: sums are taken in fp32 as they are."""
+    """Backward usually runs outside of autocast. A rerun there would be another forward, with weights in
+    another format. A model in bf16 needs no autocast: sums are in fp32 anyway."""
     if torch.is_autocast_enabled(x.device.type):
         raise ValueError("what runs in chunks knows no autocast: backward runs it again without; use a model in bf16")
 
@@ -185,7 +185,7 @@ class FPDT:
     core: ChunkedAttention
     finer: int  # pieces of a chunk in the feed-forward
     keep: str  # "input" or "attention"
-    inputs: Store  # where x waits
+    inputs: Store  # where x is stored
 
     def rows(self, x: Tensor, i: int) -> Tensor:
         """Chunk i of [B, T, ...]."""
@@ -242,7 +242,7 @@ class Block(torch.autograd.Function):
             with torch.enable_grad():
                 h = run.call("finish", held[0], out)
             # --- exercise 8.33: back through the feed-forward, a piece at a time ---
-            dh = fpdt.rows(dx, i)  # the residual stream: the gradient of h_i is the first part of that of x_i
+            dh = fpdt.rows(dx, i)  # residual stream: the gradient of h_i is a part of the gradient of x_i
             for piece, dout, into in zip(*(t.chunk(fpdt.finer, 1) for t in (h, fpdt.rows(dy, i), dh)), strict=True):
                 piece = piece.detach().requires_grad_()
                 with torch.enable_grad():
@@ -292,14 +292,14 @@ def fpdt_block(
     block: nn.Module, chunks: int, group: dist.ProcessGroup, store: Store, *,
     finer: int = 2, keep: str = "input", kernel: Kernel | None = None, inputs: Store | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-    """In place of `block(x, cos, sin)` of a Llama whose tokens lie as `fpdt_positions` says: x [B, T, H] -> [B, T, H].
+    """Replaces `block(x, cos, sin)` of a Llama, for tokens as in `fpdt_positions`: x [B, T, H] -> [B, T, H].
 
-    keep    "input": x alone waits on the host, and backward computes attention once more; "attention": its inputs and
-            outputs wait there too, (2 + 2 N_kv/N) more tensors of x's size, and backward is shorter by one attention
+    keep    "input": only x is stored on the host, and backward recomputes attention; "attention": also its
+            inputs and outputs, (2 + 2 N_kv/N) more tensors of x's size, and backward saves one attention
     finer   pieces of a chunk in the feed-forward
-    inputs  another store for x, such as Store(ResidentMachine(device)) for layers whose inputs fit on the device
+    inputs  a separate store for x, e.g. Store(ResidentMachine(device)) if inputs fit on the device
 
-    A call raises ValueError under autocast, and for tokens that do not divide.
+    A call raises ValueError under autocast, and for token counts that do not divide.
     """
     if keep not in ("input", "attention"):
         raise ValueError(f"keep {keep!r} must be input or attention")
@@ -310,7 +310,7 @@ def fpdt_block(
         T = x.shape[1]
         if T % chunks or T // chunks % finer:
             raise ValueError(f"{T} tokens of a rank do not divide into {chunks} chunks of {finer} pieces")
-        # Asked here: inside `apply` gradients are always off, and needs_input_grad is true under no_grad, too.
+        # Decided here: in `apply` gradients are always off, and needs_input_grad is also true under no_grad.
         parameters = list(fpdt.pieces.parameters())
         trained = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))
         return Block.apply(x, cos, sin, fpdt, trained, *parameters)
@@ -319,7 +319,7 @@ def fpdt_block(
 
 
 def use_fpdt(model: nn.Module, chunks: int, group: dist.ProcessGroup, store: Store, **options: Any) -> nn.Module:
-    """Run every layer of a Llama, chapter 1's or one with its names, by `fpdt_block`. Its state dict stays the same."""
+    """Run every layer of a Llama with chapter 1's names by `fpdt_block`. Its state dict is unchanged."""
     for layer in model.model.layers:  # type: ignore[union-attr]
         layer.forward = fpdt_block(layer, chunks, group, store, **options)
     return model
@@ -329,9 +329,9 @@ def use_fpdt(model: nn.Module, chunks: int, group: dist.ProcessGroup, store: Sto
 
 
 class HostGradients:
-    """Gradients as ZeRO shares them out, and on the host: each leaves the device as soon as it has been made. A rank
-    keeps 1/P of the sum over all ranks in fp32, a flat piece filled up with zeros, for an optimizer on the host. They
-    are sent in fp32, too, or each addition of the reduce-scatter would round. Frozen weights have none."""
+    """Gradients sharded as in ZeRO, on the host: each leaves the device once it is complete. A rank stores
+    1/P of the sum over all ranks in fp32, a flat shard padded with zeros, for an optimizer on the host. They
+    are also sent in fp32, or each addition of the reduce-scatter would round. Frozen weights have none."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, store: Store) -> None:
         self.group, self.store, self.home = group, store, dict[Tensor, Buffer]()
@@ -342,7 +342,7 @@ class HostGradients:
         whole = nn.functional.pad(p.grad.flatten().to(wide(p.dtype)), (0, -p.numel() % P))
         p.grad, share = None, whole.new_empty(whole.numel() // P)
         dist.reduce_scatter_tensor(share, whole, group=self.group)  # [n] of every rank -> [n/P] of their sum
-        if p in self.home:  # another micro-batch: what is there comes back, and goes home with this one's share added
+        if p in self.home:  # a later micro-batch: fetch the sum so far, and add this one's share
             slot = store.device_empty(self.home[p], share.device)
             store.fetch(self.home[p], slot)
             share += store.use(slot)
@@ -350,7 +350,7 @@ class HostGradients:
         self.home[p] = store.offload(share, into=self.home.get(p))
 
     def take(self) -> dict[Tensor, Tensor]:
-        """This rank's pieces, once all have arrived. The next backward begins anew."""
+        """This rank's shards, once all have arrived. The next backward starts from zero."""
         if any(p.is_cuda for p in self.home):
             torch.cuda.synchronize()
         pieces = {p: host.data.clone() for p, host in self.home.items()}
@@ -375,14 +375,14 @@ class ChunkedLoss(torch.autograd.Function):
             h, label = h_all[at : at + size], labels[at : at + size, None]
             valid = label != IGNORE
             label = label.masked_fill(~valid, 0)
-            logits = (h @ weight.T).to(total.dtype)  # [t, V]: the only logits there are
+            logits = (h @ weight.T).to(total.dtype)  # [t, V]: the only logits in memory
             # --- exercise 8.34: loss and gradient from a few tokens' logits, in their own memory ---
             logits -= logits.amax(-1, keepdim=True)
             at_label = logits.gather(-1, label)
             sums = logits.exp_().sum(-1, keepdim=True)
             total += (sums.log() - at_label).masked_fill_(~valid, 0).sum()
             if dh_all is not None and dweight is not None:
-                logits *= valid / sums  # softmax, or zero where no target is
+                logits *= valid / sums  # softmax, or zero without a target
                 logits.scatter_add_(-1, label, -valid.to(logits.dtype))
                 dlogits = logits.to(h.dtype)
                 torch.mm(dlogits, weight, out=dh_all[at : at + size])
@@ -397,22 +397,22 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         dh, dweight = ctx.saved_tensors
-        # In place: nobody needs the unscaled ones.
+        # In place: the unscaled ones are not needed.
         return dh.mul_(grad).view(ctx.shape), dweight.mul_(grad).to(ctx.dtype), None, None, None
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int) -> Tensor:
     """SUM of -log p(label) over the valid labels: hidden [B, T, H], weight [V, H], labels [B, T] with -100 for none.
 
-    Logits of T/chunks tokens exist at a time. Divide by the number of valid tokens of the whole global batch.
+    Only logits of T/chunks tokens exist at a time. Divide by the valid tokens of the global batch.
     """
-    trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)  # inside `apply` it is off
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)  # off in `apply`
     return ChunkedLoss.apply(hidden, weight, labels, chunks, trained)
 
 
 def loss_sum(model: Any, tokens: Tensor, labels: Tensor, positions: Tensor, chunks: int) -> Tensor:
-    """Sum of the losses of this rank's tokens, of a Llama whose layers run by `use_fpdt`. Final norm and loss go in
-    `chunks` pieces as well."""
+    """Sum of the losses of this rank's tokens, of a Llama whose layers run by `use_fpdt`. Final norm and loss
+    also run in `chunks` pieces."""
     x = model.model(tokens, positions)
     return chunked_loss(chunked(model.model.norm, chunks)(x), model.lm_head.weight, labels, chunks)
 
@@ -421,7 +421,7 @@ def loss_sum(model: Any, tokens: Tensor, labels: Tensor, positions: Tensor, chun
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Three steps in 1, 2, 4 ... chunks beside the reference; bytes on the host and over the link."""
+    """Three steps in 1, 2, 4 ... chunks next to the reference; bytes on the host and over the link."""
     P, S, H, layers, dtype = group.size(), args.seq, 8 * args.heads, 2, torch.float64
     sizes = dict(hidden=H, layers=layers, heads=args.heads, kv_heads=args.kv_heads, intermediate=2 * H)
     positions = torch.arange(S, device=device)
@@ -436,7 +436,7 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         print(f"{P} rank(s) on {device.type}, {S} tokens, {layers} layers, {args.heads}/{args.kv_heads} heads, float64")
         titles = f"{'link':>10} {'predicted':>10} {'host':>10} {'predicted':>10}"
         print(f"{'chunks':>6} {'keep':>10} {'error':>8}   bytes: {titles}")
-    for u in [n for n in range(1, args.chunks + 1) if args.chunks % n == 0]:  # its divisors cut the sequence, too
+    for u in [n for n in range(1, args.chunks + 1) if args.chunks % n == 0]:  # so u divides the sequence
         for keep in ("input", "attention"):
             store = Store(machine_for(device))
             model = use_fpdt(Llama(**sizes).to(device, dtype), u, group, store, keep=keep)
@@ -468,10 +468,10 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
 
 
 def watch(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """One step on a long sequence, on a device that has `--budget-mb` megabytes for activations: the CPU plays it."""
+    """One step on a long sequence; a CPU emulates a device with `--budget-mb` megabytes for activations."""
     from tqdm import tqdm
 
-    torch.set_num_threads(1)  # the CPU's backward shares out heads: of one at a time, a second thread is in the way
+    torch.set_num_threads(1)  # the CPU's backward splits heads among threads; here each call has one
     S, u, limit = args.seq, args.chunks, args.budget_mb * 10**6
     tokens, labels = batch(S, 256, 0)
     losses = {}
@@ -521,12 +521,12 @@ def main() -> int:
     try:
         check_sizes(args.seq, P, args.chunks, args.heads)
         check_chunks(args.chunks)
-        if args.seq % (least := P * args.chunks * (4 if args.watch else 2)):  # the feed-forward cuts chunks once more
+        if args.seq % (least := P * args.chunks * (4 if args.watch else 2)):  # for pieces of chunks
             raise ValueError(f"pieces of a chunk on a rank would not be equal; use a multiple of {least} tokens")
         check_host(P * model_host_peak(z, 8 * args.heads, 2, "attention"))
     except ValueError as error:
         parser.error(f"--seq {args.seq} --chunks {args.chunks} --heads {args.heads}: {error}")
-    return run(args, watch if args.watch else demo, on_cpu=args.watch)  # it plays the device then
+    return run(args, watch if args.watch else demo, on_cpu=args.watch)  # it emulates the device
 
 
 if __name__ == "__main__":

@@ -1,34 +1,34 @@
-"""FPDT I: two stores, the link between them, and three streams that must not overtake each other.
+"""FPDT I: tensors on device and host, the link between them, and three streams in the right order.
 
-Problem. Keys and values of a million tokens do not fit into the memory of a GPU. The host has ten times as much, at the
-other end of a link that is fifty times slower. So keep them on the host, cut into chunks, and bring each chunk when it
-is needed. If every chunk is first fetched and then used, the GPU waits most of the time.
+Problem. Keys and values of a million tokens do not fit into GPU memory. The host has ten times as much,
+behind a link that is fifty times slower. So store them there in chunks, and copy each chunk to the device
+when it is needed. If every chunk is first fetched and then used, the GPU waits most of the time.
 
-Idea. Copies and computation run on different engines. Give each its own stream (a queue of work), and two sets of
-buffers on the device: while the computation reads one, the next chunk arrives in the other.
+Idea. Copies and computation run on different engines. Give each its own stream (a queue of work), and use two
+sets of buffers on the device: while the computation reads one, the next chunk is copied to the other.
 
     compute    | use A: chunk 0  | use B: chunk 1  | use A: chunk 2  |
     fetch      | B <- chunk 1    | A <- chunk 2    | B <- chunk 3    |        host -> device
-    offload      results of before that the device need not keep              device -> host
+    offload      earlier results, no longer needed on the device              device -> host
 
-Streams do not know of each other. What must happen in order is said with events; `wait(stream, event)` holds a stream
-back until another one has come as far as the event. Four waits are needed, and leaving out any of them gives a program
-that is right on most days:
-    1. offload waits for the computation of what it sends            or it stores what was there before
+Streams are not ordered among each other. Required orders are set with events: `wait(stream, event)` blocks a
+stream until another one has reached the event. Four waits are needed; without any one of them the program is
+usually right, but not always:
+    1. offload waits for the computation of what it sends            or it stores old data
     2. fetch waits until its chunk has been stored                   Megatron-LM #7398
     3. the computation waits until the fetch has arrived             or it reads the previous chunk
-    4. a buffer is overwritten when nobody reads it any more         torchtune #1867
-On a CPU there is nothing to overtake: everything runs at once, in the order of the program. So `CpuMachine` keeps
-account of what a GPU *would be free* to do. Each stream has a vector clock (Mattern 1988) that says how far each other
-stream must have come; two accesses to a buffer, one of them a write, that no chain of events orders raise `Race`, every
-time. The same program then runs on `CudaMachine`, with CUDA's streams, events and pinned memory.
+    4. a buffer is overwritten after its last read                   torchtune #1867
+On a CPU everything runs at once, in program order. So `CpuMachine` tracks the orders that a GPU *could* run.
+Each stream has a vector clock (Mattern 1988) that says how far each other stream must have come. Two accesses
+to a buffer, one of them a write, without an order by events raise `Race`, every time. The same program then
+runs on `CudaMachine`, with CUDA's streams, events and pinned memory.
 
-Double buffering holds 2 chunks instead of u, and moves the same bytes: 2/u of the memory (2408.16978, section 4.2).
+Double buffering stores 2 chunks instead of u, and copies as many bytes: 2/u of the memory (2408.16978, 4.2).
 
 Run it:
     python fpdt_store.py                                 double buffering, counted, on CPU or GPU
     python fpdt_store.py --version single                one buffer: the fetch cannot start before the use has ended
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 import argparse
@@ -52,16 +52,16 @@ MOST_CHUNKS = 2048  # of a demo
 
 
 class Race(RuntimeError):
-    """Two streams touch a buffer, one of them writes, and nothing says who is first."""
+    """Two streams access a buffer, one of them writes, and their order is not defined."""
 
 
 @dataclass
 class Op:
-    """A piece of work on a stream. It may start when of each stream `after[stream]` pieces are done."""
+    """A piece of work on a stream. It may start once `after[stream]` pieces of each stream are done."""
 
     stream: str
     name: str
-    amount: float  # bytes of a copy; for a computation whatever it counts, as (query, key) pairs
+    amount: float  # bytes of a copy; of a computation e.g. (query, key) pairs
     after: dict[str, int]
 
 
@@ -70,29 +70,29 @@ class Buffer:
     """Memory on the host or the device, with the events that guard it."""
 
     data: Tensor
-    written: Any = None  # from this event on, the contents are there
-    readers: list[Any] = field(default_factory=list)  # after these events, it may be overwritten
+    written: Any = None  # an event after which the data is complete
+    readers: list[Any] = field(default_factory=list)  # events after which it may be overwritten
     touched: dict[tuple[str, bool], tuple[int, str]] = field(default_factory=dict)  # (stream, wrote) -> last tick, name
 
 
 class CpuMachine:
-    """Does everything at once, and keeps account of what streams could do in another order.
+    """Runs everything at once, and tracks which operations of streams could run in another order.
 
-    record    write every operation down in `ops`, for simulations; else a training would fill the memory with them
+    record    log every operation in `ops`, for simulations; off in training, to save memory
     """
 
     def __init__(self, record: bool = False) -> None:
         self.recording, self.ops = record, list[Op]()
-        self.clock = {stream: dict.fromkeys(STREAMS, 0) for stream in STREAMS}  # how far each stream knows of each
-        self.slots = weakref.WeakValueDictionary[int, Buffer]()  # what fetches fill, by its memory
-        self.announced: set[int] = set()  # memory of which the computation has said that it touches it
+        self.clock = {stream: dict.fromkeys(STREAMS, 0) for stream in STREAMS}  # by stream, what it knows
+        self.slots = weakref.WeakValueDictionary[int, Buffer]()  # buffers filled by fetches, by storage
+        self.announced: set[int] = set()  # storages that the computation has announced
 
     def record(self, stream: str) -> dict[str, int]:
-        """An event: all that the stream has been given so far, and all that this waited for."""
+        """An event: all work given to the stream so far, and all that this work waited for."""
         return dict(self.clock[stream])
 
     def wait(self, stream: str, event: dict[str, int]) -> None:
-        """What the stream is given from now on starts after the event."""
+        """All work given to the stream from now on starts after the event."""
         mine = self.clock[stream]
         for other, tick in event.items():
             mine[other] = max(mine[other], tick)
@@ -118,16 +118,16 @@ class CpuMachine:
         self.launch(stream, stream, source.data.nbytes, reads=[source], writes=[to])
         if stream == "fetch":
             self.slots[to.data.untyped_storage()._cdata] = to
-        with _disable_current_modes():  # no operator of the computation
+        with _disable_current_modes():  # not an operator of the computation
             to.data.copy_(source.data)
 
     def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        with _disable_current_modes():  # meters that watch operators see the device's memory only
+        with _disable_current_modes():  # meters of operators count device memory only
             return torch.empty(shape, dtype=dtype)
 
 
 class CudaMachine:
-    """The same calls, on CUDA's streams. The computation is on whichever stream is current."""
+    """The same calls, on CUDA's streams. The computation is on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -145,17 +145,17 @@ class CudaMachine:
         self._stream(stream).wait_event(event)
 
     def launch(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to account for: the GPU itself shows whether the waits were right."""
+        """Nothing to track: the GPU itself shows whether the waits are right."""
 
     def copy(self, stream: str, to: Buffer, source: Buffer) -> None:
         with torch.cuda.stream(self.streams[stream]):
             to.data.copy_(source.data, non_blocking=True)
         for side in (to.data, source.data):
-            if side.is_cuda:  # when freed, not to be given away before this copy is over
+            if side.is_cuda:  # when freed, not reused before this copy ends
                 side.record_stream(self.streams[stream])
 
     def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        try:  # the GPU copies by itself only from and to pages that the system promised not to move
+        try:  # asynchronous copies need pages that the system does not move
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
             size = shape.numel() * dtype.itemsize
@@ -164,7 +164,7 @@ class CudaMachine:
 
 
 class ResidentMachine(CudaMachine):
-    """A "host" that is the device, the same program with fast copies: for layers whose inputs fit there, by
+    """A "host" on the device, for layers whose inputs fit there: the same program with fast copies, by
     `fpdt_block(..., inputs=Store(ResidentMachine(device)))`."""
 
     def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -185,30 +185,30 @@ class Store:
         self.machine, self.host_limit = machine, host_limit
         self.offloaded = self.fetched = 0  # bytes over the link, each way
         self.host_bytes = self.host_peak = 0  # bytes in use on the host
-        self.allocated = 0  # bytes of all host buffers, in use or waiting for reuse
+        self.allocated = 0  # bytes of all host buffers, in use or free for reuse
         self.pool: dict[tuple[torch.Size, torch.dtype], list[Buffer]] = {}
 
     def compute(
         self, name: str, amount: float = 0, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
-        """Say what the computation is about to do with which buffers."""
+        """Announce the next computation and its buffers."""
         self.machine.launch("compute", name, amount, reads, writes)
 
     def made(self, tensor: Tensor) -> Buffer:
-        """The buffer of a device tensor that the computation has just written, or found in memory it was given."""
+        """The buffer of a device tensor that the computation has just written or allocated."""
         buffer = Buffer(tensor)
         if isinstance(self.machine, CpuMachine):
             buffer.touched["compute", True] = (self.machine.clock["compute"]["compute"], "its computation")
         return buffer
 
     def device_empty(self, like: Buffer, device: torch.device) -> Buffer:
-        """A buffer on the device. Its memory may be what an unfinished computation still reads, so wait for that."""
+        """A buffer on the device. An unfinished computation may still read its memory, so wait for that."""
         buffer = self.made(torch.empty_like(like.data, device=device))
         buffer.readers = [self.machine.record("compute")]
         return buffer
 
     def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Buffer:
-        """A host buffer, an old one if one fits."""
+        """A host buffer, a free one if one fits."""
         size = shape.numel() * dtype.itemsize
         waiting = self.pool.get((shape, dtype))
         if not waiting:
@@ -220,13 +220,13 @@ class Store:
         return waiting.pop(0) if waiting else Buffer(self.machine.host_empty(shape, dtype))
 
     def drop(self, host: Buffer) -> None:
-        """Give a host buffer back. Whoever gets it next waits for the fetches that may still read it."""
+        """Return a host buffer to the pool. Its next user waits for fetches that may still read it."""
         self.host_bytes -= host.data.nbytes
         self.pool.setdefault((host.data.shape, host.data.dtype), []).append(host)
 
     def offload(self, source: Tensor | Buffer, into: Buffer | None = None) -> Buffer:
-        """Start to copy to the host; returns the host buffer at once. `source` must not be written before it is done,
-        which holds for a tensor nobody writes to, and for a slot because of its `readers`."""
+        """Start a copy to the host; returns the host buffer at once. `source` must not be written before it
+        is done. A slot's `readers` ensure this; a plain tensor must not be written again."""
         source = self.made(source) if isinstance(source, Tensor) else source
         host = into or self.host_empty(source.data.shape, source.data.dtype)
         # --- exercise 8.21: what does the offload stream wait for, and who must wait for the offload? ---
@@ -240,7 +240,7 @@ class Store:
         return host
 
     def fetch(self, host: Buffer, slot: Buffer) -> None:
-        """Start to copy to a buffer on the device."""
+        """Start a copy to a buffer on the device."""
         # --- exercise 8.22: the same for the way back ---
         for event in (host.written, *slot.readers):
             self.machine.wait("fetch", event)
@@ -256,12 +256,12 @@ class Store:
         return slot.data
 
     def done(self, slot: Buffer) -> None:
-        """The computation needs the slot no more."""
+        """The computation no longer needs the slot."""
         slot.readers.append(self.machine.record("compute"))
 
 
 class Guard:
-    """Gives host buffers back when its owner is gone: a forward whose result is thrown away never has a backward."""
+    """Returns host buffers when its owner is freed: a forward with a discarded result has no backward."""
 
     def __init__(self, *owned: tuple[Store, Sequence[Buffer]]) -> None:
         self.finalizer = weakref.finalize(self, self.drop, owned)
@@ -274,21 +274,21 @@ class Guard:
                 store.drop(buffer)
 
     def release(self) -> None:
-        """Backward has come, and gives the buffers back by itself."""
+        """Call in backward, which returns the buffers itself."""
         self.finalizer.detach()
 
 
 class Prefetch:
-    """Brings the host buffers `lookup(key)` to slots on the device, for one key after the other.
+    """Copies the host buffers `lookup(key)` to slots on the device, for one key after the other.
 
-    With two sets of slots, the buffers of the next key are on their way while the caller computes with these:
+    With two sets of slots, the buffers of the next key are in flight while the caller computes with these:
 
         for key in keys:
             slots = prefetch.take()
             ...                            compute with slots
             prefetch.done()
 
-    `lookup` is called two keys ahead. A key may have fewer buffers than others; it leaves out the last ones.
+    `lookup` is called two keys ahead. A key may have fewer buffers than others, without the last ones.
     """
 
     def __init__(
@@ -304,11 +304,11 @@ class Prefetch:
         self.turn, self.lengths = 0, [0] * sets
 
     def fetch(self, n: int) -> None:
-        """Start to fetch the buffers of key n, if there is one, to the set whose turn it then is."""
+        """Start to fetch the buffers of key n, if it exists, to set n mod the number of sets."""
         if n >= len(self.keys):
             return
         hosts, slots = self.lookup(self.keys[n]), self.sets[n % len(self.sets)]
-        for host in hosts[len(slots) :]:  # memory is taken when it is first needed, and stays
+        for host in hosts[len(slots) :]:  # allocated at first use, then kept
             slots.append(self.store.device_empty(host, self.device))
         for host, slot in zip(hosts, slots, strict=False):
             self.store.fetch(host, slot)
@@ -326,7 +326,7 @@ class Prefetch:
         return slots
 
     def done(self) -> None:
-        """The computation needs these slots no more: refill them."""
+        """The computation no longer needs these slots: refill them."""
         which = self.turn % len(self.sets)
         # --- exercise 8.23: the second buffer ---
         for slot in self.sets[which][: self.lengths[which]]:
@@ -340,11 +340,11 @@ class Prefetch:
 
 
 class Watch(TorchDispatchMode):
-    """Sees for itself what the computation reads and writes, and does not believe what `Store.compute` was told.
+    """Records what the computation really reads and writes, whatever `Store.compute` announced.
 
-    Inside, every operator that touches the memory of a slot is an operation of the compute stream: a `Race`, if nothing
-    says that the slot has been filled by then. A fetch that does not wait for the operator is a `Race` as well.
-    `undeclared` has the operators that touched what the last `Store.compute` did not name. For tests: it is slow.
+    Inside, every operator that accesses a slot's memory is an operation of the compute stream: a `Race` if no
+    event says that the slot is filled. A fetch that does not wait for it is also a `Race`. `undeclared` has
+    the operators that accessed buffers not named by the last `Store.compute`. For tests, because it is slow.
     """
 
     def __init__(self, machine: CpuMachine) -> None:
@@ -357,7 +357,7 @@ class Watch(TorchDispatchMode):
         changes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         for at in {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}:
             slot, view = self.machine.slots.get(at), at in made and not changes
-            if slot is None or view or "_like" in str(func) or "new_" in str(func):  # or it looks at the shape only
+            if slot is None or view or "_like" in str(func) or "new_" in str(func):  # or only its shape
                 continue
             announced = self.machine.announced
             if at not in announced:
@@ -371,8 +371,8 @@ class Watch(TorchDispatchMode):
 
 
 class DeviceMemory(TorchDispatchMode):
-    """Bytes of tensors made inside the block, now and at most, without those of the host store. With a `limit` it
-    plays a device of that size: the operator that goes beyond it raises MemoryError."""
+    """Bytes of tensors made inside the block, now and at most, without the host store. With a `limit` it
+    emulates a device of that size: the operator that exceeds it raises MemoryError."""
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()
@@ -411,8 +411,8 @@ def machine_for(device: torch.device, record: bool = False) -> CpuMachine | Cuda
 
 
 def available_host_memory() -> int:
-    """Bytes that the system would give away now; or HOST_MEMORY, in GiB, in the environment, for a virtual machine that
-    is given its memory as it asks for it."""
+    """Bytes available now; or HOST_MEMORY, in GiB, from the environment, for a virtual machine that gets its
+    memory on demand."""
     if "HOST_MEMORY" in os.environ:
         return int(float(os.environ["HOST_MEMORY"]) * 2**30)
     try:
@@ -423,13 +423,13 @@ def available_host_memory() -> int:
 
 
 def check_chunks(u: int) -> None:
-    """ValueError for more than a demo can take: it makes a list of all pairs of chunks, and takes them one by one."""
+    """ValueError for more chunks than a demo, which runs all pairs one by one, can handle."""
     if u > MOST_CHUNKS:
         raise ValueError(f"{u} chunks are {u * (u + 1) // 2:,} pairs, one after the other; use {MOST_CHUNKS} or fewer")
 
 
 def check_host(needed: int) -> None:
-    """ValueError if the host cannot hold `needed` bytes; ask before anything starts."""
+    """ValueError if the host cannot hold `needed` bytes. Call before anything starts."""
     if needed > (free := available_host_memory()):
         raise ValueError(
             f"the chunks on the host need {needed:,} bytes and {free:,} are free; use fewer tokens or layers"
@@ -437,7 +437,7 @@ def check_host(needed: int) -> None:
 
 
 def demo(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """Store u chunks, then sum all pairs (i, j <= i) of them, as attention will."""
+    """Store u chunks, then sum over all pairs (i, j <= i) of them, like attention."""
     u, sets = args.chunks, {"single": 1, "double": 2}[args.version]
     machine = machine_for(device, record=True)
     store = Store(machine)
@@ -465,13 +465,13 @@ def demo(args: argparse.Namespace, device: torch.device) -> list[str]:
         ("bytes on the host", u * size, store.host_peak),
     ]
     if isinstance(machine, CpuMachine):
-        # A fetch that had to wait for the use just before it cannot run beside it.
+        # A fetch that has to wait for the last use cannot run beside it.
         fetches = [op for op in machine.ops if op.stream == "fetch"]
         beside = sum(op.after["compute"] < u + n for n, op in enumerate(fetches) if n)
         rows.append(("fetches beside a computation", (len(pairs) - 1) * (sets - 1), beside))
         slots = min(sets, len(pairs)) * size
         rows.append(("bytes on the device at most: buffers, a product, a sum", slots + 8, memory.peak))
-    if os.environ.get("RANK", "0") != "0":  # every rank does the same, alone
+    if os.environ.get("RANK", "0") != "0":  # every rank does the same, without communication
         return [name for name, predicted, got in rows if predicted != got]
     print(f"{args.version} buffering, {u} chunks of {size:,} bytes on {device.type}")
     print(f"{'':56}{'predicted':>14}{'measured':>14}")

@@ -1,31 +1,31 @@
-"""FPDT V: how long it takes. Forward and backward, with one slot or two, on a link that GPUs share; and what to choose.
+"""FPDT V: the time of forward and backward, with one or two slots, on a shared link; and the best chunk.
 
-Problem. fpdt_costs.py counts bytes, and knows when a pair of chunks hides the fetch of its keys and values. Training
-does more: forward also stores what backward will need, all-to-alls stop the computation, backward fetches queries,
-outputs and gradients, and eight GPUs of a server hang on a host that does not have eight times the link. Which chunk?
+Problem. fpdt_costs.py counts bytes, and says when a pair of chunks hides the fetch of its keys and values.
+Training does more: forward also stores data for backward, all-to-alls block the computation, backward fetches
+queries, outputs and gradients, and eight GPUs share a host with less than eight times the link. Which chunk?
 
-Idea. The loops of fpdt_attention.py give the same work to the same streams every time. So their schedule can be
-written down once (`schedule`: the real `Store` and `Prefetch`, with tensors that have a size and no memory) and be
-played at any speed (`simulate`). That is exact, and slow for thousands of pairs. `forward_times` and `backward_times`
-say the same by adding up, stream by stream; tests hold all three together: loops, schedule, sums.
+Idea. The loops of fpdt_attention.py give the same work to the same streams every time. So their schedule can
+be recorded once (`schedule`: the real `Store` and `Prefetch`, with tensors that have a size but no memory)
+and simulated at any speed (`simulate`). That is exact, but slow for thousands of pairs. `forward_times` and
+`backward_times` add up the same times, stream by stream; tests compare loops, schedule and sums.
 
     forward, row i    | project + all-to-all | own chunk |  pair  |idle|  pair  | ... | all-to-all |         compute
                       |    kv0    |   kv1   | ...                   fetch: i chunks of keys and values, each once
                       | k_i v_i q_i, then out_i lse_i               offload, for backward
     backward, row j   | own chunk | all-to-all of dq | pair | pair | ... | all-to-all of dk dv |           compute
-                      | q out dout lse (dq) of chunk j, j+1, ...    fetch: what grouped-query heads do not shrink
-                      | dq of each pair                             offload, and back in the next row
+                      | q out dout lse (dq) of chunk j, j+1, ...    fetch: not reduced by grouped-query heads
+                      | dq of each pair                             offload, fetched again in the next row
 
-What is assumed: a stream does one thing at a time, at the speeds of `Hardware`, and each kernel or copy costs `start`
-on top; the link carries both ways at once; GPUs that share it all want it at the same time, so each has its share; an
-all-to-all is on the computation's stream, which has nothing else to do. Projections and feed-forward are left out:
+Assumptions: a stream runs one operation at a time, at the speeds of `Hardware`, and each kernel or copy costs
+`start` extra; the link carries both directions at once; GPUs share it equally at all times; all-to-alls are
+on the computation's stream, which does nothing else meanwhile. Projections and feed-forward are left out:
 they give the link more time. Of a chunk with itself half of the scores are computed.
 
 Run it:
-    python fpdt_time.py                              which chunk to take: seconds and bytes by number of chunks
+    python fpdt_time.py                              the best chunk: seconds and bytes by number of chunks
     python fpdt_time.py --seq 2097152 --ranks 4 --sharing 4 --memory-gb 4 --link-gb 25
-    python fpdt_time.py --timeline                   what each stream does when, of a forward and a backward in 4 chunks
-The last line is PASS, or the script exits with 1 and says which number is off.
+    python fpdt_time.py --timeline                   the streams of forward and backward in 4 chunks
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 import os
@@ -44,18 +44,18 @@ from fpdt_costs import (
 )
 from fpdt_store import Buffer, CpuMachine, OneLineParser, Op, Prefetch, Store
 
-LONG = 256  # chunks; beyond them the sums would take too long, and `steady` is as good
+LONG = 256  # chunks; beyond, the sums take too long and `steady` is as accurate
 
 # ------------------------------------------------------------------------------------------------ how long each thing
 
 
 def message_seconds(z: Sizes, h: Hardware, heads: int) -> float:
-    """An all-to-all of one chunk, [c/P tokens, `heads` heads of all ranks]: a kernel, and what leaves the rank."""
+    """An all-to-all of one chunk, [c/P tokens, `heads` heads of all ranks]: kernel and sent bytes."""
     return h.start + z.c // z.P * heads * z.head_dim * z.e * (z.P - 1) / z.P / h.network
 
 
 def seconds_of(op: Op, z: Sizes, h: Hardware) -> float:
-    """Of an operation of the loops' record. Copies have bytes, attention has (query, key) pairs, the rest a name."""
+    """Seconds of a recorded operation. Copies have bytes, attention (query, key) pairs, the rest a name."""
     kv_heads = z.n_kv * z.P
     if op.name == "before":
         return 0.0
@@ -63,7 +63,7 @@ def seconds_of(op: Op, z: Sizes, h: Hardware) -> float:
         return h.copy(op.amount)
     if op.name in ("attend", "attend back"):
         t, _ = pair_seconds(z, h)
-        t = t if op.name == "attend" else 2.5 * (t - h.start) + h.start  # five products, not two
+        t = t if op.name == "attend" else 2.5 * (t - h.start) + h.start  # five matmuls, not two
         return t if op.amount == z.c**2 else t / 2
     messages = {"project": (z.heads, kv_heads, kv_heads), "to tokens": (z.heads,), "dq to tokens": (z.heads,)}
     messages["dk, dv to tokens"] = (kv_heads, kv_heads)
@@ -74,7 +74,7 @@ def seconds_of(op: Op, z: Sizes, h: Hardware) -> float:
 
 
 class Blank(CpuMachine):
-    """Writes down every operation and does none of them: its tensors have a size and no memory."""
+    """Records every operation and runs none: its tensors have a size but no memory."""
 
     def __init__(self) -> None:
         super().__init__(record=True)
@@ -87,7 +87,7 @@ class Blank(CpuMachine):
 
 
 def schedule(z: Sizes, way: str, slots: int = 2) -> list[Op]:
-    """What `ChunkedAttention` gives to the three streams, "forward" (keeping all for backward) or "backward"."""
+    """The operations of `ChunkedAttention` by stream, "forward" (saving all for backward) or "backward"."""
     machine = Blank()
     store = Store(machine)
     meta = torch.device("meta")
@@ -162,7 +162,7 @@ def drawn(rows: Sequence[tuple[str, str, float, float]], width: int = 96) -> lis
         for _, name, start, stop in (row for row in rows if row[0] == stream):
             sign = {"fetch": "<", "offload": ">"}.get(stream, "#" if name.startswith("attend") else "x")
             first, last = (int(when / end * width + 0.5) for when in (start, stop))
-            last = max(last, first + (stream != "compute"))  # a short copy is seen, too
+            last = max(last, first + (stream != "compute"))  # so a short copy is visible
             line[first:last] = sign * (last - first)
         lines.append(f"{stream:8} |{''.join(line[:width])}|")
     return lines
@@ -173,7 +173,7 @@ def drawn(rows: Sequence[tuple[str, str, float, float]], width: int = 96) -> lis
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of each thing that happens in a row of chunks, of `way` "forward" or "backward"."""
+    """Seconds of each operation in a row of chunks, of `way` "forward" or "backward"."""
 
     own: float  # attention of a chunk to itself
     pair: float  # to another one
@@ -182,8 +182,8 @@ class Seconds:
     lse: float
     dq: float  # copy a sum of dq̂ to the device
     dq_out: float  # and to the host
-    before: float  # forward: the all-to-alls of q, k, v.  backward: that of dq, when it is complete
-    after: float  # forward: the all-to-all of the output.  backward: those of dk and dv
+    before: float  # all-to-alls. forward: of q, k, v.  backward: of the complete dq
+    after: float  # all-to-alls. forward: of the output.  backward: of dk and dv
 
 
 def seconds_table(z: Sizes, h: Hardware, way: str) -> Seconds:
@@ -197,9 +197,9 @@ def seconds_table(z: Sizes, h: Hardware, way: str) -> Seconds:
 
 
 def forward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
-    """(seconds until the computation is done, those that it waits) of a forward that keeps all for backward."""
+    """(seconds until the computation is done, seconds it waits) of a forward that saves all for backward."""
     compute = fetch = offload = 0.0  # when each stream has done what it was given so far
-    stored: list[tuple[float, float]] = []  # of each chunk: when k̂ is on the host, and v̂
+    stored: list[tuple[float, float]] = []  # per chunk: when k̂ and v̂ are on the host
     full, read = [0.0] * slots, [0.0] * slots
     keys = [j for i in range(u) for j in range(i)]
 
@@ -219,7 +219,7 @@ def forward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
         compute += x.own
         for _ in range(i):
             if n == 0:
-                read = [compute] * slots  # a new slot may lie in memory that is still read
+                read = [compute] * slots  # a new slot may be in memory that is still read
                 for m in range(slots):
                     bring(m)
             compute = read[n % slots] = max(compute, full[n % slots]) + x.pair
@@ -232,9 +232,9 @@ def forward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
 
 
 def backward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
-    """(seconds until the computation is done, those that it waits) of a backward; dô is on the host already."""
+    """(seconds until the computation is done, seconds it waits) of a backward; dô is already on the host."""
     compute = fetch = offload = 0.0  # when each stream has done what it was given so far
-    full, read, left = [0.0] * slots, [0.0] * slots, [0.0] * slots  # of the slots: filled, read, dq̂ gone home
+    full, read, left = [0.0] * slots, [0.0] * slots, [0.0] * slots  # of slots: filled, read, dq̂ stored
     keys_full, keys_read, home = [0.0] * slots, [0.0] * slots, [0.0] * u
     pairs = [(j, i) for j in range(u) for i in range(j, u)]
 
@@ -249,7 +249,7 @@ def backward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
             (j, i), at = pairs[n], n % slots
             # --- exercise 8.35: when has a fetch of the backward arrived? ---
             fetch = max(fetch, read[at]) + 3 * x.q + x.lse
-            if 0 < j < u - 1:  # of the first keys dq̂ begins; of the last it has stayed on the device
+            if 0 < j < u - 1:  # the first keys start dq̂; for the last it is on the device
                 fetch = max(fetch, left[at], home[i]) + x.dq
             full[at] = fetch
             # --- end exercise ---
@@ -261,7 +261,7 @@ def backward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
     for n, (j, i) in enumerate(pairs):
         at = n % slots
         compute = max(compute, full[at], keys_full[j % slots]) + (x.own + x.before if i == j else x.pair)
-        if i > j and (j, i) != (u - 2, u - 1):  # that one is needed in the very next step, and stays
+        if i > j and (j, i) != (u - 2, u - 1):  # the next step needs that one, so it stays
             home[i] = offload = max(offload, compute) + x.dq_out
             left[at] = offload if j > 0 else left[at]
         read[at] = compute
@@ -275,8 +275,8 @@ def backward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
 
 
 def steady(u: int, x: Seconds, way: str, slots: int = 2) -> float:
-    """Seconds of very many chunks, to 2 %: a pair takes what its computation takes, or its fetches, or its share of a
-    slot's round, whichever is longest; the ends of rows are left out, but for stores, which may take longer."""
+    """Seconds for very many chunks, within 2 %: a pair takes the time of its computation, its fetches, or its
+    share of a slot's cycle, the longest of them. Ends of rows are left out, except for longer stores."""
     fetch = 2 * x.kv if way == "forward" else 3 * x.q + x.lse + x.dq
     out = 0.0 if way == "forward" else x.dq_out
     a_row = x.before + x.own + x.after
@@ -286,7 +286,7 @@ def steady(u: int, x: Seconds, way: str, slots: int = 2) -> float:
 
 
 def attention_seconds(z: Sizes, h: Hardware, way: str, slots: int = 2) -> tuple[float, float]:
-    """(seconds, those that the computation waits) of attention of one layer, "forward" or "backward"."""
+    """(seconds, seconds that the computation waits) of attention of one layer, "forward" or "backward"."""
     x = seconds_table(z, h, way)
     if z.u <= LONG:
         return (forward_times if way == "forward" else backward_times)(z.u, x, slots)
@@ -298,22 +298,22 @@ def attention_seconds(z: Sizes, h: Hardware, way: str, slots: int = 2) -> tuple[
 
 
 def smallest_hidden_chunk(z: Sizes, h: Hardware, way: str = "forward") -> float:
-    """c*: tokens from which on the fetches of a pair hide behind its computation, starting costs left out.
+    """c*: the number of tokens from which computation hides the fetches of a pair, without starting costs.
 
-    Backward fetches three chunks of queries' size, dq̂ and lse in sums' precision, and computes five products, not two:
-    grouped-query heads make K small, not these."""
+    Backward fetches three chunks of queries' size, dq̂ and lse in the precision of sums, and computes five
+    matmuls, not two: grouped-query heads reduce K, but not these."""
     if way == "forward":
         return z.e * h.flops * z.n_kv / (2 * z.n * h.link / h.sharing)
     w = max(z.e, 4)
     return (3 * z.e + w + w / z.head_dim) * h.flops / (10 * h.link / h.sharing)
 
 
-Row = tuple[Sizes, float, float, int]  # sizes; seconds forward, and backward; bytes on the device at most
+Row = tuple[Sizes, float, float, int]  # sizes; seconds forward, and backward; peak bytes on the device
 
 
 def recommend(z: Sizes, h: Hardware, memory: float, slots: int = 2) -> tuple[Sizes | None, list[Row]]:
-    """The fastest number of chunks, forward and backward, that fits in `memory` bytes, among powers of two; and all of
-    them. Within 1 % of the fastest, fewer bytes win."""
+    """The fastest power-of-two number of chunks, forward and backward, that fits in `memory` bytes; and all
+    rows. Within 1 % of the fastest, fewer bytes win."""
     rows: list[Row] = []
     u = 1
     while z.S % (u * z.P) == 0 and z.S // u >= 64 * z.P:
@@ -353,7 +353,7 @@ def main() -> int:
     args = parser.parse_args()
     for name in NUMBERS:
         value = getattr(args, name.replace("-", "_"))
-        if not 1e-6 <= value <= 1e12:  # also for NaN; beyond, seconds are infinite or none
+        if not 1e-6 <= value <= 1e12:  # also for NaN; beyond, seconds are infinite or 0
             parser.error(f"--{name} {value} must be a number that is more than 0, from 1e-6 to 1e12")
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
@@ -361,7 +361,7 @@ def main() -> int:
         parser.error(f"--ranks {args.ranks} does not divide --heads {args.heads}; use a divisor of it")
     if args.slots > 2:
         parser.error(f"--slots {args.slots}: dq of the last rows would not be home yet; use 1 or 2")
-    least = 64 * args.ranks  # the smallest chunk that is looked at
+    least = 64 * args.ranks  # the smallest chunk considered
     if args.seq % (4 * args.ranks) or args.seq < least:
         parser.error(f"--seq {args.seq} on {args.ranks} ranks; use a multiple of {4 * args.ranks}, {least} or more")
     z = Sizes(args.seq, args.ranks, 1, args.heads, args.kv_heads, args.head_dim)
@@ -370,7 +370,7 @@ def main() -> int:
     if best is None:
         least = min((row[3] for row in rows), default=0) / 1e9
         parser.error(f"--memory-gb {args.memory_gb} is too little for {args.seq} tokens; use {least:.3g} or more")
-    if os.environ.get("RANK", "0") != "0":  # nothing here needs a second rank
+    if os.environ.get("RANK", "0") != "0":  # one rank suffices
         return 0
     wrong = []
     for u in (1, 2, 4, 8):

@@ -1,4 +1,4 @@
-"""The command line of this chapter's benchmarks. What cannot be, or would be ignored, ends them in one line, with 2."""
+"""The command line of this chapter's benchmarks. Invalid or unused options end them: one line, code 2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELP = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print the usage as well
+    def error(self, message: str) -> NoReturn:  # argparse would also print the usage
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -30,10 +30,10 @@ class OneLineParser(argparse.ArgumentParser):
 def bench_options(
     about: str, *names: str, counts_into_out: bool = False, triton: bool = False, hopper: bool = False
 ) -> argparse.Namespace:
-    """The options of these names; the others are there, and off. Nothing has been computed yet when it returns.
+    """The options of these names; the others exist, but are off. Call it before any computation.
 
-    `counts_into_out`: what is counted without a GPU may go to another folder, too. `triton`: with TRITON_INTERPRET=1 a
-    GPU is none. `hopper`: the kernel is for sm_90 and nothing else.
+    `counts_into_out`: counts without a GPU may also go to another folder. `triton`: with TRITON_INTERPRET=1 a
+    GPU is ignored. `hopper`: the kernel is only for sm_90.
     """
     parser = OneLineParser(prog=Path(sys.argv[0]).name, description=about, allow_abbrev=False)
     for name in names:

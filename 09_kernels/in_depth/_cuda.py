@@ -1,12 +1,12 @@
 """Build a .cu file of this folder, with nvcc for a GPU or with g++ for the CPU, and call it with PyTorch's tensors.
 
 The file becomes a shared library with plain C functions, and ctypes calls them with the tensors' addresses: no headers
-of PyTorch, so a build takes two seconds instead of thirty. Libraries are kept in the temporary folder, or in the one
-that CUDA_BUILDS names in the environment. A library's name is made from everything that went into it, so a changed
+of PyTorch, so a build takes two seconds instead of thirty. Libraries are stored in the temporary folder, or
+in the one of the environment variable CUDA_BUILDS. A library's name is a hash of all its inputs, so a changed
 source is a new library and an old one is never used for it.
 
-    python _cuda.py --build          every .cu file of the chapters, 12 at a time, for the GPU that is here or Hopper
-    python _cuda.py --build sm_80    for another GPU; none needs to be here
+    python _cuda.py --build          every .cu file of the chapters, 12 at a time, for the local GPU or Hopper
+    python _cuda.py --build sm_80    for another GPU, not needed here
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 EMULATOR = "cuda_on_cpu.h"
 AT_A_TIME = 12  # builds that run side by side
-FORWARD, REVERSE = 0, 1  # orders in which the CPU runs the threads of a block; up to a million the seed of a shuffle
+FORWARD, REVERSE = 0, 1  # orders of a block's threads on the CPU; up to a million: seeds of a shuffle
 
 
 def ahead(warp: int) -> int:
-    """The order in which this warp of each block runs as far ahead of the others as barriers let it."""
+    """The order in which this warp of each block runs as far ahead of the others as barriers allow."""
     return -1 - 2 * warp
 
 
 def behind(warp: int) -> int:
-    """The order in which it runs only when no other warp can."""
+    """The order in which this warp runs only when no other can."""
     return -2 - 2 * warp
 
 
@@ -52,9 +52,9 @@ def racing(seed: int) -> int:
 
 
 def uneven(threads: int, chosen: Sequence[int] = ()) -> list[int]:
-    """For each warp of a block an order in which it is ahead, and one in which it is behind; and two random ones.
+    """For each warp of a block one order with it ahead, one with it behind; and two random orders.
 
-    In a cluster the warps of the second block count on from those of the first. `chosen`: only for these warps.
+    In a cluster the warps of the second block are numbered after the first block's. `chosen`: only these.
     """
     warps = chosen or range(-(-threads // 32))
     return [*map(ahead, warps), *map(behind, warps), racing(1), racing(2)]
@@ -66,15 +66,15 @@ class CudaError(RuntimeError):
 
 @dataclass(frozen=True)
 class Counters:
-    """What a launch on the CPU did, as a profiler would count it. A request is one instruction of one warp."""
+    """Counters of a launch on the CPU, as in a profiler. A request is one instruction of one warp."""
 
     load_sectors: int  # of 32 bytes, from global memory
     store_sectors: int
     load_requests: int
-    bank_turns: int  # that loads from shared memory took,
-    bank_turns_least: int  # and would take without conflicts
-    paths: int  # `count_path`: paths that warps went,
-    path_requests: int  # and how often they came to a fork
+    bank_turns: int  # cycles of loads from shared memory,
+    bank_turns_least: int  # and without conflicts
+    paths: int  # `count_path`: paths taken by warps,
+    path_requests: int  # and how often they reached a branch
     shared_requests: int  # loads from shared memory
     store_turns: int  # as bank_turns, for stores to shared memory
     store_turns_least: int
@@ -82,21 +82,21 @@ class Counters:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiler gave a kernel. `spills`: bytes that did not fit into registers and went to local memory."""
+    """Resources of a compiled kernel. `spills`: bytes spilled from registers to local memory."""
 
     registers: int
     spills: int
-    shared: int  # bytes, without what is asked for at the launch
-    stack: int = 0  # bytes of local memory, which is DRAM: spills, and arrays whose index is not known when it compiles
+    shared: int  # bytes, without dynamic shared memory
+    stack: int = 0  # bytes of local memory (DRAM): spills, and arrays with an index unknown at compile time
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The loop of a kernel in which it multiplies, by its machine code: instructions of one thread, once round."""
+    """The main loop of a kernel, by its machine code: instructions of one thread in one iteration."""
 
     instructions: int
     fmas: int  # multiply-adds in fp32, or (`mma`) of a tensor core
-    shared_loads: int  # however wide,
+    shared_loads: int  # of any width,
     wide_loads: int  # and those of 16 bytes
     global_loads: int
 
@@ -117,20 +117,20 @@ def run_compiler(command: list[str], source: str) -> str:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """nvcc's name of a GPU. 9.0 becomes sm_90a: TMA and wgmma with all their options exist under this name only."""
+    """nvcc's name of a GPU. 9.0 becomes sm_90a, the only name with all of TMA and wgmma."""
     return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
 
 
 def machine_code_for(arch: str) -> str:
-    """nvcc's option for the machine code of one GPU and nothing else.
+    """nvcc's option for the machine code of only one GPU.
 
-    With the shorthand -arch=sm_90a some versions of nvcc compile a source for plain sm_90 as well, which has no wgmma.
+    With -arch=sm_90a some versions of nvcc also compile for plain sm_90, which has no wgmma.
     """
     return f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
 
 
 def included(source: Path) -> list[Path]:
-    """A source and all files that it includes by name, directly or not, from its own folder or from this one."""
+    """A source and all files that it includes by name, also indirectly, from its folder or this one."""
     found: list[Path] = []
     new = [source]
     while new:
@@ -144,7 +144,7 @@ def included(source: Path) -> list[Path]:
 
 
 def builds_folder() -> Path:
-    """Where what was built is kept."""
+    """The folder of all builds."""
     named = os.environ.get("CUDA_BUILDS")
     folder = Path(named) if named else Path(tempfile.gettempdir()) / f"chapter-09-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -152,28 +152,28 @@ def builds_folder() -> Path:
 
 
 def built(source: Path, command: Sequence[str], suffix: str, also: Sequence[Path] = ()) -> Path:
-    """What this command makes of a source, made if it is not there yet. `also`: files that go into it as well."""
+    """The output of this command for a source, built if missing. `also`: further inputs."""
     parts = sorted({*included(source), *also}, key=lambda file: file.name)
     content = b"".join(file.read_bytes() for file in parts) + " ".join(command).encode()
     result = builds_folder() / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:20]}{suffix}"
     if not result.exists():
         half = result.with_suffix(f".{os.getpid()}")
         run_compiler([*command, f"-I{HERE}", str(source), "-o", str(half)], source.name)
-        half.rename(result)  # whole, or not at all: others may build at the same time
+        half.rename(result)  # atomically: other processes may build at the same time
     return result
 
 
 def library_file(source: Path, arch: str, also: Sequence[Path] = ()) -> Path:
-    """The library of a source, built if it is not there yet. `arch`: a GPU by nvcc's name, or "cpu"."""
+    """The library of a source, built if missing. `arch`: a GPU by nvcc's name, or "cpu"."""
     if arch != "cpu":
         command = ["nvcc", "-O3", machine_code_for(arch), "-shared", "-Xcompiler", "-fPIC"]
-    else:  # fortified longjmp forbids the jumps between stacks that fibers consist of
+    else:  # fortified longjmp forbids jumps between stacks, as in fibers
         command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-w"]
     return built(source, command, ".so", also)
 
 
 def program_file(source: Path, arch: str) -> Path:
-    """The program of a source with a `main`, with cuBLAS where nvcc has it. `arch` as in `library_file`."""
+    """The program of a source with a `main`, with cuBLAS if nvcc has it. `arch` as in `library_file`."""
     if arch == "cpu":
         emulator = HERE / EMULATOR
         command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-include", str(emulator)]
@@ -183,7 +183,7 @@ def program_file(source: Path, arch: str) -> Path:
 
 @cache
 def cublas() -> tuple[str, ...]:
-    """What nvcc needs to link cuBLAS; nothing where the toolkit came without it, as the programs can do, too."""
+    """nvcc's options to link cuBLAS; none if the toolkit lacks it, since programs also run without."""
     with tempfile.TemporaryDirectory() as folder:
         asks = Path(folder) / "asks.cu"
         asks.write_text("#include <cublas_v2.h>\n")
@@ -198,19 +198,19 @@ def cublas() -> tuple[str, ...]:
 def library(
     source: str | Path, device_type: str, capability: tuple[int, int], headers: tuple[str, ...] = ()
 ) -> ctypes.CDLL:
-    """The library of a source, loaded. `headers`: files that go into it beside those that it includes."""
+    """The library of a source, loaded. `headers`: inputs besides its includes."""
     arch = architecture(capability) if device_type == "cuda" else "cpu"
     return ctypes.CDLL(str(library_file(HERE / source, arch, [HERE / name for name in headers])))
 
 
 def sources() -> list[Path]:
-    """The .cu files of this folder, and of all chapters where this is a chapter's folder."""
+    """The .cu files of this folder, and of all chapters if this is a chapter's folder."""
     chapters = HERE.parents[1].glob("[01][0-9]_*") if re.match(r"[01]\d_", HERE.parent.name) else ()
     return sorted({*HERE.glob("*.cu"), *(file for folder in chapters for file in folder.glob("**/*.cu"))})
 
 
 def build(source: Path, arch: str) -> str:
-    """Build a source for `arch`, whoever will ask for it; returns a line about it."""
+    """Build a source for `arch` in advance; returns a line about it."""
     start = time.monotonic()
     try:
         make = program_file if re.search(r"^int main\(", source.read_text(), re.MULTILINE) else library_file
@@ -221,7 +221,7 @@ def build(source: Path, arch: str) -> str:
 
 
 def build_all(files: Sequence[Path], arch: str) -> list[str]:
-    """Build these side by side, and print a line for each. Returns the lines of those that failed; the others go on."""
+    """Build these in parallel, print a line for each, return the lines of failures; the others continue."""
     failed = []
     with ThreadPoolExecutor(AT_A_TIME) as workers:
         for line in workers.map(build, files, [arch] * len(files)):
@@ -241,7 +241,7 @@ def call(
 ) -> Counters | None:
     """Run `function` of a .cu file on its tensors' device, in PyTorch's current stream. Counters if `counting`.
 
-    Tensors must be contiguous. `order` and `counting` concern the CPU. Raises CudaError if the launch fails.
+    Tensors must be contiguous. `order` and `counting` are for the CPU. Raises CudaError if the launch fails.
     """
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     device = tensors[0].device
@@ -271,10 +271,10 @@ def call(
 def diary(
     source: str, function: str, *arguments: Tensor | int | float, order: int = FORWARD
 ) -> list[tuple[int, int, str]]:
-    """What the warps of block 0 did in a launch on the CPU: (sweep, warp, deed).
+    """The actions of the warps of block 0 in a launch on the CPU: (sweep, warp, deed).
 
-    Deeds are "orders", "multiplies", "writes" and "waits". In a sweep all threads run, one after the other, until they
-    have to wait for others. It is an order, and no time.
+    Deeds are "orders", "multiplies", "writes" and "waits". In a sweep all threads run, one after the other,
+    until they have to wait for others. It is an order, not a time.
     """
     lib, room = library(source, "cpu", (0, 0)), 1 << 16
     entries = (ctypes.c_int * (3 * room))()
@@ -298,9 +298,9 @@ def read_counters(lib: ctypes.CDLL) -> Counters:
 
 
 def resources(source: str | Path, arch: str, cubin: Path | None = None) -> dict[str, Resources]:
-    """Registers, spills and shared memory of each kernel, as nvcc reports them. A template: its most demanding one.
+    """Registers, spills and shared memory of each kernel, as nvcc reports them. A template: the maximum.
 
-    Compiles for `arch`, which need not be there; `cubin` is where to leave the machine code, if anybody wants it.
+    Compiles for `arch`, which need not be present; `cubin`: optional file for the machine code.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = ["nvcc", "-O3", machine_code_for(arch), "-cubin", "-Xptxas", "-v", f"-I{HERE}"]
@@ -327,7 +327,7 @@ def functions(cubin: Path) -> list[str]:
     """The machine code of each function in a cubin file, as text that begins with its mangled name."""
     import triton
 
-    beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # triton brings it along
+    beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # part of triton
     tool = shutil.which("cuobjdump") or (str(beside) if beside.exists() else "")
     if not tool:
         raise CudaError("reading machine code needs cuobjdump; install triton or the CUDA toolkit")
@@ -349,10 +349,10 @@ INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?([A-Z][\w.]*)([
 
 
 def multiplying_loop(code: str) -> Loop:
-    """Of the loops in a kernel's machine code the one with most multiply-adds; of several, the innermost.
+    """The loop in a kernel's machine code with the most multiply-adds; of several, the innermost.
 
-    A loop is what lies between a branch that goes back and its target. The compiler merges and widens loads and unrolls
-    loops, so what a multiprocessor does per multiply-add is written here and not in the source.
+    A loop is the code between a backward branch and its target. The compiler merges and widens loads and
+    unrolls loops, so only this code shows what a multiprocessor does per multiply-add.
     """
     rows = [(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code)]
     loops = []
@@ -371,10 +371,10 @@ def multiplying_loop(code: str) -> Loop:
 
 
 def program_inside(program: Path, functions: str, on_gpu: bool = False) -> str:
-    """A source for `call`: a program with a `main` of its own, included as it is, and C functions behind it.
+    """A source for `call`: a program with its own `main`, included unchanged, followed by C functions.
 
-    On the CPU the emulator says what CUDA's words mean. For a GPU the program knows them, and does without cuBLAS, for
-    which a library would have to look where PyTorch has it.
+    On the CPU the emulator defines CUDA's names. For a GPU nvcc does, and cuBLAS is left out, because a
+    library would have to find PyTorch's copy.
     """
     before = "#define HAS_CUBLAS 0" if on_gpu else f'#include "{EMULATOR}"'
     text = f'{before}\n#define main program_main\n#include "{program}"\n{functions}'

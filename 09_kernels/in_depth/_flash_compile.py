@@ -1,10 +1,10 @@
-"""Compile the kernels of flash_kernels.py for a GPU that need not be there, and read what they take.
+"""Compile the kernels of flash_kernels.py for a GPU that need not be present, and read their resources.
 
     python _flash_compile.py 90 float16 128          compute capability; dtype and head dim, as often as you like
 
-Prints one JSON object a kernel: registers of a thread, bytes of stack or spilled to memory, bytes of shared memory of
-a program, and whether its products are tensor-core instructions (wgmma, mma), its loads bulk copies (tma), its products
-TF32, and whether it adds in memory. `dkdvdq` is the kernel of five products, `dkdv` and `dq` are those of seven.
+Prints one JSON object per kernel: registers per thread, bytes of stack or spilled, shared memory per program,
+and if its matmuls are tensor-core instructions (wgmma, mma) or TF32, its loads bulk copies (tma), and if it
+adds in memory. `dkdvdq` is the kernel of five matmuls, `dkdv` and `dq` those of seven.
 """
 
 import json
@@ -25,7 +25,7 @@ from _flash_launch import Plan, plan_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have: CUDA programming guide, compute capabilities
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # limit per program: CUDA programming guide
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -51,7 +51,7 @@ def sources(dtype: torch.dtype, D: int, plan: Plan, window: bool):
         }[name]
         signature = {"q": tile(R), "k": tile(C), "v": tile(C)} | left | numbers
         constants = dict(WINDOW=window, R=R, C=C, W=W) | ({"dq": None} if name == "dkdv" else {})
-        if name == "dkdv":  # the place of the argument that is None
+        if name == "dkdv":  # the position of the argument that is None
             signature = {key: signature[key] for key in signature if key not in numbers} | {"dq": "constexpr"} | numbers
         yield name, getattr(flash, f"{kernel}_kernel"), signature, constants, warps, stages
     signature = {"dout": tile(32), "out": tile(32), "delta": "*fp32", "S_q": "i32", "N": "i32"}
@@ -59,7 +59,7 @@ def sources(dtype: torch.dtype, D: int, plan: Plan, window: bool):
 
 
 def source_of(kernel, signature: dict, constants: dict, D: int) -> ASTSource:
-    """With what a launch would find out about the arguments: addresses, strides and head dims that 16 divides."""
+    """With what a launch finds in the arguments: addresses, strides and head dims that 16 divides."""
     signature = signature | dict.fromkeys(constants, "constexpr")
     aligned = {}
     for place, (key, kind) in enumerate(signature.items()):
@@ -73,7 +73,7 @@ def source_of(kernel, signature: dict, constants: dict, D: int) -> ASTSource:
 
 
 def compile_plan(capability: int, dtype: torch.dtype, D: int, plan: Plan | None = None, window: bool = False):
-    """What each kernel takes: a list of dictionaries."""
+    """The resources of each kernel: a list of dictionaries."""
     plan = plan or plan_for(D, dtype, capability >= 90)
     found = []
     for name, kernel, signature, constants, warps, stages in sources(dtype, D, plan, window):

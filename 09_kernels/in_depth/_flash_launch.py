@@ -1,4 +1,4 @@
-"""Between the tensors of a caller and the kernels of flash_kernels.py: checks, addresses, sizes of tiles."""
+"""From the tensors of a caller to the kernels of flash_kernels.py: checks, addresses, sizes of tiles."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-OLD = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)  # on Hopper it needs some more registers
+OLD = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)  # needs some more registers on Hopper
 
 
 class Tiles(NamedTuple):
-    """How one kernel is cut: R rows and C columns of a tile, warps of a program, and tiles under way (stages)."""
+    """Tiling of one kernel: R rows and C columns of a tile, warps of a program, tiles in flight (stages)."""
 
     rows: int
     columns: int
@@ -27,21 +27,21 @@ class Plan(NamedTuple):
     dq: Tiles
     dkdv: Tiles
     tma: bool
-    five: bool = True  # do the sums and shares of backward in five products fit the registers?
+    five: bool = True  # does backward in five matmuls fit the registers?
 
 
 def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
-    """Tiles by head dim, for the shared memory and the registers of a Hopper GPU (227 KiB a program) or an older one.
+    """Tiles by head dim, for shared memory and registers of a Hopper GPU (227 KiB per program) or older.
 
-    Larger tiles reuse what they load more often, until the sums of a program no longer fit its registers: [R, W] in
-    forward and dq, twice [C, W] in dk, dv. A benchmark tries others: bench_flash_kernels.py --gpu. On an H200 it found
-    the forward's at D = 64 and 128 a quarter faster than [128, 128] by 8 warps, although those at D = 128 leave some
-    112 bytes on the stack: for the masked tiles, and not in the loop over the others.
+    Larger tiles reuse their loads more often, until the sums of a program no longer fit its registers: [R, W]
+    in forward and dq, twice [C, W] in dk, dv. bench_flash_kernels.py --gpu tries others. On an H200 those of
+    the forward at D = 64 and 128 were a quarter faster than [128, 128] by 8 warps, although at D = 128 they
+    leave some 112 bytes on the stack: for the masked tiles, not in the loop over the others.
     """
     if INTERPRETED:  # small, so that short sequences have many tiles
         return Plan(Tiles(32, 16), Tiles(32, 16), Tiles(16, 32), tma=True)
-    if dtype == torch.float32:  # exact products have no tensor cores: everything has to be in registers
-        # Of the sizes tried, those for which ptxas leaves nothing on the stack: sm_80 and sm_90, Triton 3.6 and 3.7.
+    if dtype == torch.float32:  # exact matmuls use no tensor cores: all is in registers
+        # Of the sizes tried, those without stack in ptxas: sm_80 and sm_90, Triton 3.6 and 3.7.
         if D <= 64:
             across = Tiles(32, 32, 4 if D <= 32 else 8, 1)
             return Plan(across, across, Tiles(16, 16, 4, 1), tma=False)
@@ -54,7 +54,7 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
         if hopper:
             backward = Tiles(32 if OLD and D <= 32 else 64, 128, 8, 2 if OLD or D <= 32 else 3)
             return Plan(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3), backward, tma=True)
-        warps = 4 if D <= 32 else 8  # as in fp32, tiles, warps and stages that leave nothing on the stack
+        warps = 4 if D <= 32 else 8  # as in fp32, sizes that leave nothing on the stack
         return Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, warps, 3), Tiles(16, 64, warps, 1), tma=False)
     if D <= 128:
         if hopper:
@@ -67,22 +67,22 @@ def plan_for(D: int, dtype: torch.dtype, hopper: bool) -> Plan:
 
 
 def fit(x: Tensor, tokens: int, tma: bool) -> tuple[Tensor, int, int, int, int]:
-    """x [B, S, N, D] as (address, D, three strides). Slices are read where they lie, if D is contiguous.
+    """x [B, S, N, D] as (address, D, three strides). Slices are read in place if D is contiguous.
 
-    The copy engine (`tma`) wants strides and address in multiples of 16 bytes, and a tile wants its offsets within 32
-    bits. What does not fit is copied first (the gradient of `.sum()`, for example, is one number expanded).
+    The copy engine (`tma`) needs strides and address in multiples of 16 bytes, and a tile offsets within 32
+    bits. Other tensors are copied first (such as the gradient of `.sum()`, one expanded element).
     """
     walked = [stride for stride, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
     unfit = tma and (x.data_ptr() % 16 or any(s == 0 or s * x.itemsize % 16 for s in walked))
     if unfit or x.stride(3) != 1 or x.stride(1) * tokens >= 2**31:
         x = x.clone(memory_format=torch.contiguous_format)
-    # The stride of a dimension of size 1 may be any number and is never walked, but has to be a multiple as well.
+    # The stride of a dimension of size 1 is arbitrary and never used, but also has to be a multiple.
     of_b, of_s, of_n = (stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape, strict=False))
     return x, x.shape[3], of_b, of_s, of_n
 
 
 def describe(x: Tensor, tokens: int, tma: bool) -> TensorDescriptor | tuple:
-    """x as the kernels take it: a descriptor of [B, N, S, D] in tiles of `tokens` tokens of one head, or the tuple."""
+    """x for the kernels: a descriptor of [B, N, S, D], in tiles of `tokens` of one head, or the tuple."""
     x, D, of_b, of_s, of_n = fit(x, tokens, tma)
     if not tma:
         return x, D, of_b, of_s, of_n
@@ -91,7 +91,7 @@ def describe(x: Tensor, tokens: int, tma: bool) -> TensorDescriptor | tuple:
 
 
 def check_head_dim(D: int) -> None:
-    """ValueError, in one line, for a size of heads that the kernels' tiles do not have."""
+    """ValueError, in one line, for a head dim without tiles."""
     if not 32 <= D <= 256 or D % 16:
         raise ValueError(f"head dim {D} is no multiple of 16 from 32 to 256; pad q, k and v, or use flash_tiles.py")
 

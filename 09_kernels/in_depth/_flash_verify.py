@@ -1,9 +1,9 @@
-"""Is what is timed right? Attention of the very shape that is timed, against float64 and beside PyTorch's own kernel.
+"""Is the timed kernel right? Attention of the timed shape, against float64 and next to PyTorch's own kernel.
 
-A kernel that is right for 500 tokens is another binary, or another path through the same one, than the kernel of 8192.
-So each benchmark asks here before it times a shape. All heads in float64 would take longer than everything else, so
-the first K/V head of the first sequence and the last of the last are computed, with all of their query heads; what all
-the other heads hold is compared with PyTorch's kernel.
+A kernel that is right for 500 tokens is another binary, or another path of the same one, than the kernel of
+8192. So each benchmark checks each shape before timing it. All heads in float64 would take longer than all
+else, so the first K/V head of the first sequence and the last of the last are computed, with all of their
+query heads; the other heads are compared with PyTorch's kernel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Legend of shapes: B batch, S sequence, N query heads, N_kv key/value heads, G = N / N_kv, D head dim.
 NAMES = ("out", "dq", "dk", "dv")
-FURTHER = 1.5  # times as far from float64 as PyTorch's kernel: the root of the mean square of the errors,
-LARGEST = 4.0  # and their maximum, in which chance has more to say
+FURTHER = 1.5  # times the error of PyTorch's kernel against float64: the root mean square,
+LARGEST = 4.0  # and the maximum, which varies more
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What PyTorch allocates here and nobody writes is NaN, and not what was right in the call before."""
+    """Memory that PyTorch allocates here is NaN until written, not the right result of the last call."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -52,25 +52,25 @@ def in_float64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> t
 
 
 def of_pytorch(given: Sequence[Tensor], causal: bool) -> list[Tensor]:
-    """out, dq, dk, dv [B, S, heads, D] of PyTorch's flash kernel. K and V are expanded, which any version can do."""
+    """out, dq, dk, dv [B, S, heads, D] of PyTorch's flash kernel. K and V are expanded."""
     q, k, v, dout = (x.detach().transpose(1, 2) for x in given)  # [B, S, N, D] -> [B, N, S, D]
     G = q.shape[1] // k.shape[1]
     q, k, v = (x.detach().requires_grad_() for x in (q, *(x.repeat_interleave(G, 1) for x in (k, v))))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
         dq, *shares = torch.autograd.grad(out, (q, k, v), dout)
-    dk, dv = (x.float().unflatten(1, (-1, G)).sum(2) for x in shares)  # of all query heads that share a K/V head
+    dk, dv = (x.float().unflatten(1, (-1, G)).sum(2) for x in shares)  # over the query heads of a K/V head
     return [x.detach().transpose(1, 2) for x in (out, dq, dk, dv)]
 
 
 def distance(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Of two tensors: the root of the mean square of the difference, and its maximum. NaN if there is one."""
+    """Root mean square and maximum of the difference of two tensors. NaN if any."""
     off = x.to(y.dtype) - y
     return off.square().mean().sqrt().item(), off.abs().max().item()
 
 
 class Yardstick:
-    """What attention of q, k, v and the gradient of the output has to be, and how far off it may be."""
+    """Expected attention of q, k, v and the gradient of the output, and the allowed error."""
 
     def __init__(self, given: Sequence[Tensor], causal: bool) -> None:
         q, k, v, dout = given
@@ -88,12 +88,12 @@ class Yardstick:
         self.off = [distance(self.chosen(x, at), torch.stack(self.exact[at])) for at, x in enumerate(self.theirs)]
 
     def chosen(self, x: Tensor, at: int) -> Tensor:
-        """Of out, dq, dk or dv [B, S, heads, D] the heads that are known exactly: [2, S, G or 1, D]."""
+        """The heads of out, dq, dk or dv [B, S, heads, D] that are known exactly: [2, S, G or 1, D]."""
         width = self.G if NAMES[at] in ("out", "dq") else 1
         return torch.stack([x[b, :, kv * width : (kv + 1) * width] for b, kv in self.places])
 
     def failures(self, got: Sequence[Tensor], further: float = FURTHER) -> list[str]:
-        """A line for each of out, dq, dk, dv (or the first few of them) that is too far off; none if all are right."""
+        """A line for each of out, dq, dk, dv (or the first few) with too large an error; none if all pass."""
         lines = []
         for at, x in enumerate(got):
             mean, largest = distance(self.chosen(x, at), torch.stack(self.exact[at]))

@@ -1,10 +1,10 @@
-"""Compile the kernels that a call would launch, for GPUs that are not here, and say what the machine code needs.
+"""Compile the kernels that a call would launch, for absent GPUs, and print the resources of the machine code.
 
     TRITON_INTERPRET=0 python _fused_compile.py fused.py fused_loss.py fused_adamw.py
 
 A kernel's arguments decide what is compiled: their types, which of them are None, which are multiples of 16 (only then
-may a thread load 16 bytes at once). So the Python functions are called on CPU tensors as they would be on the GPU, but
-launching a kernel is replaced by compiling it. Prints one JSON object for each kernel and architecture.
+may a thread load 16 bytes at once). So the Python functions are called on CPU tensors as on the GPU, but
+launching a kernel is replaced by compiling it. Prints one JSON object per kernel and architecture.
 """
 
 import importlib
@@ -35,7 +35,7 @@ def type_of(value: Any) -> str:
 
 
 def source_of(kernel: JITFunction, args: tuple) -> ASTSource:
-    """What Triton would compile for this call."""
+    """The source that Triton would compile for this call."""
     signature, constants, attributes = {}, {}, {}
     for index, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
@@ -58,7 +58,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def compile_calls(calls: Any) -> list[dict[str, Any]]:
-    """One record for each different kernel that `calls()` launches and each architecture."""
+    """One record for each distinct kernel that `calls()` launches and each architecture."""
     launched: dict[str, tuple[JITFunction, tuple, dict]] = {}
 
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -94,7 +94,7 @@ def compile_calls(calls: Any) -> list[dict[str, Any]]:
 
 def calls_of(script: str) -> Any:
     module = importlib.import_module(script)
-    module.check = lambda **tensors: None  # it would refuse a CPU tensor that nobody interprets
+    module.check = lambda **tensors: None  # it rejects CPU tensors without the interpreter
 
     def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What the demos, tests and benchmarks of the fused kernels share: options, inputs, comparison, the table."""
+"""Shared by demos, tests and benchmarks of the fused kernels: options, inputs, comparison, the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends with exit code 2 and one line; under torchrun rank 0 alone prints it."""
+    """Errors are one line and exit code 2; under torchrun only rank 0 prints it."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
@@ -44,7 +44,7 @@ def options(script: str, description: str, **numbers: int) -> argparse.Namespace
 
 
 def is_spectator() -> bool:
-    """Under torchrun: every rank but 0. Kernels know nothing of ranks, so the others have nothing to do."""
+    """Under torchrun: every rank but 0. Kernels do not depend on ranks, so the others do nothing."""
     return os.environ.get("RANK", "0") != "0"
 
 
@@ -57,7 +57,7 @@ def inputs(batch: int, seq: int, hidden: int, seed: int = 0) -> dict[str, tuple[
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     angle = torch.arange(seq)[:, None] / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
-    tables = [angle.cos(), angle.sin()]  # float32 whatever the model's dtype: bf16 cannot tell position 256 from 257
+    tables = [angle.cos(), angle.sin()]  # always float32: bf16 cannot tell position 256 from 257
     x, weight = (batch, seq, hidden), 1 + 0.1 * random(hidden)
     return {
         "softmax": ([3 * random(*x)], []),
@@ -71,9 +71,9 @@ def inputs(batch: int, seq: int, hidden: int, seed: int = 0) -> dict[str, tuple[
 def outputs_and_gradients(
     function: Callable, tensors: Sequence[Tensor], rest: Sequence[Any], seed: int = 1
 ) -> tuple[list[Tensor], int]:
-    """All outputs, then the gradient of every tensor for random gradients of the outputs; and the bytes kept between.
+    """All outputs, then gradients of all tensors for random gradients of the outputs; and the saved bytes.
 
-    Whatever autograd keeps is counted by storage, each once, and the one-dimensional inputs (weights) left out.
+    Tensors saved by autograd are counted by storage, each once, without one-dimensional inputs (weights).
     """
     leaves = [x.detach().requires_grad_() for x in tensors]
     storages = {}
@@ -96,8 +96,8 @@ def outputs_and_gradients(
 def worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     """The largest ‖got - want‖ / ‖want‖ of all tensors (‖got‖ where `want` is all zeros); NaN if there is any NaN.
 
-    A norm over all elements, since the largest single rounding error is a matter of luck and differs between two
-    equally good kernels by a factor of three. One wrong element still shows: it is millions of rounding errors tall.
+    A norm over all elements, since the largest rounding error is random and differs between two equally good
+    kernels by a factor of three. One wrong element still shows: it is millions of rounding errors large.
     """
     errors = []
     for g, w in zip(got, want, strict=True):
@@ -109,9 +109,9 @@ def worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 def compare(
     fused: Callable, reference: Callable, tensors: Sequence[Tensor], rest: Sequence[Any], dtype: torch.dtype
 ) -> tuple[float, float, int, int]:
-    """(error of the kernel, error of PyTorch in the same dtype, bytes kept by the kernel, by PyTorch).
+    """(error of the kernel, error of PyTorch in the same dtype, bytes saved by the kernel, by PyTorch).
 
-    Both start from the same rounded inputs; the referee is the reference in float64 on the CPU.
+    Both start from the same rounded inputs; the reference is computed in float64 on the CPU.
     """
     rounded = [x.to(dtype) for x in tensors]
     want, _ = outputs_and_gradients(reference, [x.double() for x in rounded], rest)
@@ -123,15 +123,15 @@ def compare(
 
 
 def allowed(error_of_torch: float, dtype: torch.dtype) -> float:
-    """Twice PyTorch's own error. Where PyTorch happens to be exact, one rounding of the result is allowed.
+    """Twice PyTorch's own error, but at least one rounding of the result, as PyTorch may be exact by chance.
 
-    In float64 PyTorch is the referee and therefore without error; there 1e-10 is the house's measure.
+    In float64 PyTorch is the reference and has no error; there the limit is 1e-10.
     """
     return 1e-10 if dtype == torch.float64 else max(2 * error_of_torch, torch.finfo(dtype).eps)
 
 
 class Report:
-    """A table of what was expected and what was measured; `finish` prints it and gives the exit status."""
+    """A table of expected and measured values; `finish` prints it and returns the exit status."""
 
     def __init__(self, *columns: str) -> None:
         self.rows, self.wrong = [columns], []  # type: list[tuple[str, ...]], list[str]
@@ -174,7 +174,7 @@ def demo_of_fused(fused: dict, reference: dict, bytes_kept: Callable) -> int:
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor of real numbers that any operator returns."""
+    """Records the number of elements of the largest floating-point tensor that any operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Largest(TorchDispatchMode):
 def loss_inputs(
     tokens: int, vocab: int, hidden: int, seed: int = 0
 ) -> dict[str, tuple[list[Tensor], list[Any], list[Any]]]:
-    """For each kernel of fused_loss.py: float64 tensors that get a gradient, and the labels. A third is ignored."""
+    """Per kernel of fused_loss.py: float64 tensors that get a gradient, and labels, a third ignored."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(vocab, (tokens,), generator=generator)
     labels[torch.rand(tokens, generator=generator) < 1 / 3] = -100
@@ -240,7 +240,7 @@ def demo_of_fused_loss(fused: dict, reference: dict, bytes_kept: Callable, large
 def adamw_run(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], shapes: list[tuple[int, ...]], dtype: Any, steps: int
 ) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """Weights after `steps` steps with gradients that are random but the same for everybody; and the optimizer."""
+    """Weights after `steps` steps with random gradients, equal for all callers; and the optimizer."""
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(s, generator=generator).to(DEVICE, dtype)) for s in shapes]
     optimizer = make(parameters)

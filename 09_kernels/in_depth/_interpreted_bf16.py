@@ -1,9 +1,9 @@
-"""For tests: bfloat16 in Triton's interpreter as a GPU has it, so that a 16-bit referee needs no GPU.
+"""For tests: bfloat16 in Triton's interpreter as on a GPU, so that a 16-bit reference needs no GPU.
 
-The interpreter keeps bfloat16 as integers of 16 bits. It cuts off where a GPU rounds, and `tl.dot` multiplies these
-integers. Inside `bfloat16()` it rounds to nearest and multiplies in float32, where a product of two numbers of 8 bits
-is exact. Whatever else a kernel does to a bfloat16 without a cast to float32 stays integer arithmetic, and so loudly
-wrong: sums and statistics belong into float32.
+The interpreter stores bfloat16 as 16-bit integers. It truncates where a GPU rounds, and `tl.dot` multiplies
+these integers. Inside `bfloat16()` it rounds to nearest and multiplies in float32, where a product of two
+8-bit values is exact. Any other operation on a bfloat16 without a cast to float32 stays integer arithmetic,
+which is obviously wrong: compute sums and statistics in float32.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def bfloat16(*checks: str) -> Iterator[None]:
-    """`checks`: the functions ("fused.check") that refuse bfloat16 in the interpreter, and are to let it pass."""
+    """`checks`: the functions ("fused.check") that reject bfloat16 in the interpreter, to be disabled."""
     if not INTERPRETED:
         yield
         return

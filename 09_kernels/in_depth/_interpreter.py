@@ -1,15 +1,15 @@
 """Import Triton so that its kernels run on this machine: compiled on a GPU, interpreted on a CPU.
 
-With TRITON_INTERPRET=1 Triton runs a kernel as Python, one program after another, with NumPy in place of the GPU: slow,
-and the same arithmetic. It reads that variable when `@triton.jit` decorates a function. Some functions of
-`triton.language` itself (`tl.max`, `tl.sum`, `tl.zeros`) are decorated while Triton is imported, and parts of PyTorch
-import Triton before anybody here can set the variable. Those functions are decorated once more.
+With TRITON_INTERPRET=1 Triton runs a kernel as Python, one program after another, with NumPy instead of the
+GPU: slow, but the same arithmetic. It reads that variable when `@triton.jit` decorates a function. Some
+functions of `triton.language` (`tl.max`, `tl.sum`, `tl.zeros`) are decorated while Triton is imported, and
+parts of PyTorch import Triton before the variable can be set here. Those functions are decorated again.
 
-Adding through a tensor descriptor is missing from it; here it learns that. Two things it does not do: it knows no
-bfloat16 (tl.dot on it returns garbage), and it has no registers or shared memory to run out of. Triton before 3.7 asks
-NumPy for what it refuses from 2.4 on, an int from an array of one number: then the import says which NumPy will do.
-TRITON_INTERPRET=0 keeps the compiler, which builds for a GPU that is not there. Without Triton a script ends here, in
-one line.
+The interpreter lacks addition through a tensor descriptor, which is added here. It has two limits: no
+bfloat16 (tl.dot on it returns garbage), and no registers or shared memory that could run out. Triton before
+3.7 converts an array of one element to an int, which NumPy rejects from 2.4 on: then the import names a NumPy
+that works. TRITON_INTERPRET=0 keeps the compiler, which builds for an absent GPU. Without Triton a script
+ends here, in one line.
 """
 
 import os
@@ -48,7 +48,7 @@ if INTERPRETED:
                 setattr(tl, name, interpreted)
 
     def create_descriptor_reduce(kind, descriptor, value, indices) -> None:
-        """What a descriptor's `atomic_add` is interpreted as: an addition at each address inside the tensor."""
+        """The interpreter's `atomic_add` of a descriptor: an addition at each address inside the tensor."""
         assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD, kind
         addresses, inside = descriptor.materialize_pointers(indices)
         relaxed, everyone = ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU

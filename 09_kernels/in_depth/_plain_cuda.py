@@ -1,11 +1,11 @@
 """Rewrite a source in plain CUDA for the CPU emulator.
 
-`cuda_on_cpu.h` can define CUDA's names, but C++ has no `<<<grid, block>>>`, and a plain pointer cannot report its
-accesses. So a few patterns of the source are replaced, each within its line, so that error messages name the right one:
+`cuda_on_cpu.h` can define CUDA's names, but C++ has no `<<<grid, block>>>`, and a plain pointer cannot report
+accesses. So a few patterns are replaced, each within its line, to keep line numbers in errors:
 
     kernel<<<grid, block>>>(...)       LAUNCH(kernel, grid, block, ...)
     const float* __restrict__ A        global<const float> A, a pointer that counts loads (and stores)
-    __shared__ float As[R][C];         the same array, seen through rows that count
+    __shared__ float As[R][C];         the same array, accessed through counting rows
 """
 
 import hashlib
@@ -27,7 +27,7 @@ RULES = (
 
 
 def for_cpu(program: Path) -> Path:
-    """A copy of `program` for g++ and the emulator, which counts what its kernels ask of memory."""
+    """A copy of `program` for g++ and the emulator, which counts the memory requests of its kernels."""
     text = program.read_text()
     for pattern, replacement in RULES:
         text = re.sub(pattern, replacement, text)

@@ -1,11 +1,11 @@
-"""Who waits for whom in rungs 9, 10 and 12 of the ladder: a figure, from the diary that the emulator keeps.
+"""Which warps wait for which in rungs 9, 10 and 12 of the ladder: a figure from the diary of the emulator.
 
     python 09_kernels/in_depth/bench_barriers.py              any machine: verify, write the result, draw
-    python 09_kernels/in_depth/bench_barriers.py --figures    only draw, from what results/ has
+    python 09_kernels/in_depth/bench_barriers.py --figures    only draw, from results/
 
-First each rung must be as exact as torch's product in the very run whose diary is kept, and the diary must show what
-the rungs are about; only then is anything written. In a sweep of the emulator all threads run, one after the other,
-until they have to wait for others. So the figure shows an order, and no time: a sweep may be long or short.
+First each rung must be as exact as torch's matmul in the run of the diary, and the diary must show the point
+of the rungs; only then is anything written. In a sweep of the emulator all threads run, one after the other,
+until they have to wait for others. So the figure shows an order, not a time.
 """
 
 import sys
@@ -21,7 +21,7 @@ from harness.figures import COLOURS, write_figure
 from harness.report import write_result
 
 FIGURE = "09_kernels/figures/barriers.svg"
-# Of block 0, one warp of each job; and products that keep it busy for two tiles of C, with more steps than stages.
+# One warp of each job in block 0, and matmuls that take two tiles of C, with more steps than stages.
 WARPS = {
     "tma_wgmma": {0: "warp 0: orders, multiplies", 4: "warp 4: multiplies"},
     "persistent": {0: "producer", 4: "consumers 1", 8: "consumers 2"},
@@ -32,11 +32,11 @@ COLOUR = {"orders": "messages", "multiplies": "compute", "writes": "activations"
 
 
 def diary(name: str) -> list[list]:
-    """Rows of rung, job, sweep, deed, how often. Ends the program if the product is wrong."""
+    """Rows of rung, job, sweep, deed, count. Exits if the matmul is wrong."""
     rung = ladder.RUNGS[name]
     (a, b), (M, N, K) = ladder.random_inputs(*SIZES[name], rung.dtype, "cpu"), SIZES[name]
     out = a.new_full((M, N), float("nan"))
-    # In reverse order copies take no time, so that a warp that waits does so for other warps.
+    # In reverse order copies take no time, so every wait is for other warps.
     entries = _cuda.diary(*rung.call, rung.number, M, N, K, *ladder.bf16_operands(a, b), out, order=_cuda.REVERSE)
     if not ladder.within(ladder.error_ratio(out, a, b), 2):
         sys.exit(f"{name}: its error is {ladder.error_ratio(out, a, b)} times torch's")
@@ -75,7 +75,7 @@ def measure() -> None:
 
 
 def draw(axes, result) -> None:
-    """A line for each job, a column for each sweep; what a warp waits for is grey until it goes on."""
+    """A line for each job, a column for each sweep; grey until a waiting warp continues."""
     titles = {"9": "9: all in step", "10": "10: one loads, two multiply", "12": "12: two take turns"}
     for panel, rung in zip(axes, dict.fromkeys(row[0] for row in result["rows"]), strict=True):
         rows = [row for row in result["rows"] if row[0] == rung]
@@ -84,7 +84,7 @@ def draw(axes, result) -> None:
             waiting, steps = False, 0
             for sweep in range(1, last + 1):
                 done = {deed: times for _, j, s, deed, times in rows if (j, s) == (job, sweep)}
-                busy = [deed for deed in done if deed != "waits"]  # in the order in which they were done
+                busy = [deed for deed in done if deed != "waits"]  # in order of execution
                 for i, deed in enumerate(busy or ["waits"] * (waiting or "waits" in done)):
                     parts = len(busy) or 1
                     panel.bar(

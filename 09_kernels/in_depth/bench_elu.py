@@ -1,12 +1,12 @@
-"""ELU four ways, fusion and divergence: what they move; on a GPU also how fast, against the measured copy bandwidth.
+"""ELU four ways, fusion and divergence: bytes moved; on a GPU also time, against the measured copy bandwidth.
 
     python 09_kernels/in_depth/bench_elu.py   on any machine: bytes moved, and eager against torch.compile
     python 09_kernels/in_depth/bench_elu.py --gpu              verify on the GPU, then time
     python bench_elu.py --gpu --dry --out DIR   the same program at tiny sizes on the CPU: no results
 
-First every version must be as exact as PyTorch's ELU, and move what was predicted; only then is anything written. On a
-GPU every element of what is timed is held against float64 as well, PyTorch's ELU and a copy take turns with each
-version, and --seconds S ends it early.
+First every version must be as exact as PyTorch's ELU, and move the predicted bytes; only then is anything
+written. On a GPU every timed element is also compared with float64, each version alternates with PyTorch's
+ELU and a copy, and --seconds S ends it early.
 """
 
 import sys
@@ -32,12 +32,12 @@ IN_ONE, FMAS, BESIDE = 77, 64, 33  # instructions of a warp: of bias_gelu; of a 
 
 
 def verify_all(device: str) -> None:
-    """Ends the program unless every version is right."""
+    """Exit unless every version is right."""
     for n, scale in ((5003, 4.0), (1027, 1e-3)):
         x = scale * torch.randn(n, generator=torch.Generator().manual_seed(n)).to(device)
         for version in VERSIONS:
             if version == "compile" and chapter.INTERPRETED and scale < 1:
-                continue  # what it writes for a CPU loses the digits of expm1 near 0 (see README.md)
+                continue  # its CPU code loses the digits of expm1 near 0 (see README.md)
             worst = errors(x, ALPHA, lambda t, v=version: elu(t, ALPHA, v))
             if not (worst[0] <= 2 and worst[1] <= 2):
                 sys.exit(f"{version} at {n} elements: errors of y and dx are {worst} times those of F.elu")
@@ -88,16 +88,16 @@ def count(folder: Path | None) -> None:
     )
 
 
-PART = 2**24  # elements that are compared at one time: in float64 all of them would need a lot of memory
+PART = 2**24  # elements compared at once: all of them in float64 would need too much memory
 
 
 def poisoned(shape: torch.Size, device: torch.device) -> None:
-    """Leave NaN in the memory that the allocator will hand out next for a tensor of this shape."""
+    """Leave NaN in the memory that the allocator returns next for a tensor of this shape."""
     torch.full(shape, float("nan"), device=device)
 
 
 def off(got: Tensor, want: Callable[[slice], Tensor], limit: float = 2e-6) -> str:
-    """By how much an element differs from `want` in float64, if by more than `limit` of itself or of 1; else ""."""
+    """The largest error against float64 `want`, if above `limit` relative to itself or 1; otherwise ""."""
     got, worst = got.flatten(), 0.0
     for start in range(0, len(got), PART):
         part = slice(start, start + PART)
@@ -126,7 +126,7 @@ def gelu_exactly(x: Tensor, bias: Tensor) -> Callable[[slice], Tensor]:
 
 
 def diverged_exactly(x: Tensor, by_warp: int) -> Callable[[slice], Tensor]:
-    """What elu.cu's two loops of 64 steps make of x: they end at their fixed points, 2 and -4/3."""
+    """The results of elu.cu's two loops of 64 steps: their fixed points, 2 and -4/3."""
 
     def want(part: slice) -> Tensor:
         i = torch.arange(part.start, min(part.stop, len(x)), device=x.device)
@@ -138,7 +138,7 @@ def diverged_exactly(x: Tensor, by_warp: int) -> Callable[[slice], Tensor]:
 
 
 def times(seconds: list[float], others: list[float]) -> Ratio:
-    """How many times as long the others took, turn by turn."""
+    """Time of the others over this one, pair by pair."""
     return ratio_of([theirs / ours for ours, theirs in zip(seconds, others, strict=True)])
 
 
@@ -166,7 +166,7 @@ def time_all(dry: bool, folder: Path | None, limit: float) -> None:
 
     def run(version: str, t: Tensor) -> Tensor:
         if version == "compile":
-            return compiled(t, ALPHA)  # `elu` would look its compilation up at every call
+            return compiled(t, ALPHA)  # `elu` would look up its compilation at every call
         return F.elu(t, ALPHA) if version == "F.elu" else elu(t, ALPHA, version)
 
     theirs = F.elu(leaf, ALPHA)

@@ -1,12 +1,12 @@
-"""Attention in CUDA, forward: how exact, how many bytes it asks for, and, on a Hopper GPU, how fast.
+"""Attention in CUDA, forward: errors, requested bytes, and, on a Hopper GPU, time.
 
     python 09_kernels/in_depth/bench_flash_attention_cuda.py   on any machine: errors and sectors, emulated
     python 09_kernels/in_depth/bench_flash_attention_cuda.py --gpu   on a Hopper GPU: against the plain kernel in Triton
     python 09_kernels/in_depth/bench_flash_attention_cuda.py --gpu --dry   the same program on the CPU, tiny
     python 09_kernels/in_depth/bench_flash_attention_cuda.py --build      on a Hopper GPU: only compile what --gpu runs
 
-First it has to agree with float64, in every order of its threads that is tried, and to ask for the sectors predicted.
-On a GPU, at uneven sizes, and at each shape that is timed.
+First it has to agree with float64, in every tested order of its threads, and to request the predicted
+sectors. On a GPU, at uneven sizes, and at each timed shape.
 """
 
 import shutil
@@ -83,14 +83,14 @@ TRITONS = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter ha
 
 
 def inputs_of(shape: Shape) -> tuple[Measurement, list[torch.Tensor], Call]:
-    """The plain kernel's inputs; the same in bf16; and the kernel in CUDA, called with them."""
+    """The plain kernel's inputs; the same in bf16; and a call of the CUDA kernel with them."""
     one = Measurement(shape, TRITONS)
     given = [x.bfloat16() for x in one.given]
     return one, given, lambda: cuda.cuda_forward(*given[:3], causal=shape.causal)
 
 
 def build() -> None:
-    """Compile what `gpu` runs: the source, and the plain kernel in Triton, side by side."""
+    """Compile for `gpu`, in parallel: the source, and the plain kernel in Triton."""
     shapes = [SHAPES_GPU[0]._replace(B=1, S=256, D=D) for D in cuda.HEAD_DIMS]
     calls = [inputs_of(shapes[0])[2], *(Measurement(shape, TRITONS).forward() for shape in shapes)]
     for error in side_by_side(calls):
@@ -99,7 +99,7 @@ def build() -> None:
 
 
 def gpu(folder: Path, limit: float) -> None:
-    """The CUDA kernel beside the plain one in Triton and PyTorch's, on a Hopper GPU."""
+    """Time the CUDA kernel next to the plain one in Triton and PyTorch's, on a Hopper GPU."""
     begun = time.monotonic()
     if not INTERPRETED:
         build()

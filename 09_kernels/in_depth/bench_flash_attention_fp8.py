@@ -1,13 +1,13 @@
-"""Attention in e4m3, forward: what 8 bits cost in accuracy and save in bytes; on a Hopper GPU, how fast.
+"""Attention in e4m3, forward: the loss of accuracy, the saved bytes; on a Hopper GPU, the time.
 
     python 09_kernels/in_depth/bench_flash_attention_fp8.py   on any machine: errors and sectors, emulated
     python 09_kernels/in_depth/bench_flash_attention_fp8.py --gpu   on a Hopper GPU: against the same kernel in bf16
     python 09_kernels/in_depth/bench_flash_attention_fp8.py --gpu --dry --out DIR   the same program on the CPU, tiny
     python 09_kernels/in_depth/bench_flash_attention_fp8.py --build      on a Hopper GPU: only compile what --gpu runs
 
-First it has to be what the formula in e4m3 gives in float64, with the same bits in every order of its threads that is
-tried, and to ask for the sectors predicted; only then is anything written. On a GPU, at uneven sizes, and on two heads
-of each shape that is timed.
+First it has to match the formula in e4m3 computed in float64, with equal bits in every tested order of its
+threads, and to request the predicted sectors; only then is anything written. On a GPU, at uneven sizes, and
+on two heads of each timed shape.
 """
 
 import shutil
@@ -37,7 +37,7 @@ VERSIONS = {"one": dict(per_head=False), "apart": {}, "turned": dict(spread=True
 
 
 def verify(device: str) -> None:
-    """Ends the program unless the kernel computes its formula; on the CPU to a rounding of bf16, and counted."""
+    """Exit unless the kernel computes its formula; on a CPU to a rounding of bf16, with counts."""
     for case in CASES:
         *sizes, causal, offset = case
         given, mask = cuda.inputs(*sizes, device), dict(causal=causal, offset=offset)
@@ -60,7 +60,7 @@ def verify(device: str) -> None:
 
 
 def kinds(D: int) -> dict[str, tuple[list[Tensor], slice]]:
-    """q, k and v, and the heads whose error is of interest."""
+    """q, k and v, and the heads whose error is reported."""
     q, k, v = cuda.inputs(1, 200, 200, 4, 2, D, "cpu")
     rare, column = ([fp8.with_outliers(x, kind, seed) for seed, x in enumerate((q, k))] for kind in ("rare", "column"))
     loud = v * torch.tensor([1.0, 3e4])[:, None].bfloat16()  # query heads 0 and 1 share the first head of v
@@ -99,11 +99,11 @@ def cpu() -> None:
 
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-LIMIT = 3e-2  # from the formula in e4m3, with the tensor core's sums of 14 bits
+LIMIT = 3e-2  # against the formula in e4m3, with sums of 14 bits in tensor cores
 
 
 def build() -> None:
-    """Compile the two sources that `gpu` runs, side by side."""
+    """Compile the two sources for `gpu` in parallel."""
     given = cuda.inputs(1, 1, 1, 1, 1, 64, DEVICE)
     for error in side_by_side([lambda f=f: f(*given, causal=True) for f in (fp8.fp8_forward, cuda.cuda_forward)]):
         if error:
@@ -111,20 +111,20 @@ def build() -> None:
 
 
 def off_from_formula(out: Tensor, given: list[Tensor], causal: bool) -> float:
-    """Of the first K/V head of the first sequence and of the last of the last, with all of their query heads."""
+    """The error of the first K/V head of the first sequence, and of the last, with all query heads."""
     q, k, v = given
     G = q.shape[2] // k.shape[2]
     found = []
     for b, kv in {(0, 0), (len(q) - 1, k.shape[2] - 1)}:
         rows, head = slice(b, b + 1), slice(kv, kv + 1)
-        heads = slice(kv * G, kv * G + G)  # each head has scales of its own, so that one may be computed alone
+        heads = slice(kv * G, kv * G + G)  # each head has its own scales, so it can be computed alone
         want = fp8.in_float64(q[rows, :, heads], k[rows, :, head], v[rows, :, head], causal=causal)[0]
         found.append(fp8.off_by(out[rows, :, heads], want))
     return max(found) if all(off == off for off in found) else float("nan")
 
 
 def gpu(folder: Path, limit: float) -> None:
-    """The kernel in e4m3 beside the one in bf16, on a Hopper GPU."""
+    """Time the kernel in e4m3 next to bf16, on a Hopper GPU."""
     begun = time.monotonic()
     if not INTERPRETED:
         build()

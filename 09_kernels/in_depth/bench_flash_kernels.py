@@ -1,16 +1,16 @@
-"""FlashAttention in Triton: what the compiler makes of it, how exact it is, and, on a GPU, how fast.
+"""FlashAttention in Triton: its binaries, its errors, and, on a GPU, its time.
 
     python 09_kernels/in_depth/bench_flash_kernels.py                      errors, and the binaries for sm_80 and sm_90
     python bench_flash_kernels.py --gpu [--out DIR]   on a GPU: against PyTorch's flash and cuDNN kernels
     python 09_kernels/in_depth/bench_flash_kernels.py --gpu --dry --out DIR    the same program on the CPU, tiny
     python bench_flash_kernels.py --build             on a GPU: only compile what --gpu will run
 
-Every shape is verified before it is timed, with the binary and the numbers that are timed (_flash_verify.py); what is
-wrong gets a row that says so. Other sizes of tile first have to agree with the plan's; one that does not, or does not
-compile, is left out with a line that says so. What is compared runs in turns, a run of each in every round, with a cold
-L2 cache, and a ratio is the median over rounds.
+Every shape is verified before it is timed, with the timed binary and inputs (_flash_verify.py); a failure
+gets a row of its own. Other tile sizes first have to agree with the plan's; those that do not, or do not
+compile, are left out with a message. Compared runs alternate, one of each per round, with a cold L2 cache,
+and a ratio is the median over rounds.
 
-The stand-in of tests/fake_device compiles as a GPU's launch does, so a machine without one can fill Triton's cache:
+The fake GPU of tests/fake_device compiles as in a launch, so a machine without a GPU can fill Triton's cache:
     FAKE_GPUS=1 TRITON_INTERPRET=0 PYTHONPATH=tests/fake_device python bench_flash_kernels.py --build
 """
 
@@ -45,7 +45,7 @@ HERE = Path(__file__).resolve().parent
 DEVICE = device_here().type
 SHAPES = [("float16", "64"), ("float16", "128"), ("bfloat16", "256"), ("float32", "64"), ("float32", "128")]
 
-# What else may be fastest: tried by --gpu, after the plan's own.
+# Further candidates: tried by --gpu, after the plan's own.
 FORWARD = [Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(128, 128, 8, 3)]
 DKDV = [Tiles(32, 128, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 128, 8, 1), Tiles(64, 128, 8, 3)]
 SEVEN = "backward, seven products"
@@ -58,7 +58,7 @@ def inputs(B: int, S: int, N: int, N_kv: int, D: int, dtype: torch.dtype) -> lis
 
 
 def errors(version: Version, dtype: torch.dtype, D: int, S: int) -> tuple[float, float]:
-    """Ours and PyTorch's, against float64: the worst of a causal mask, a window, and no mask with no ragged tile."""
+    """Our and PyTorch's worst errors of a causal mask, a window, and no mask with only full tiles."""
     found = []
     whole = S // 128 * 128 or 64
     for length, causal, window in ((S, True, None), (S, True, S // 3), (whole, False, None)):
@@ -97,7 +97,7 @@ def error_rows(version: Version) -> list[list]:
 
 
 def binary_rows(capability: int, shapes: list[tuple[str, str]]) -> list[list]:
-    """What `_flash_compile.py` reads from the binaries, in the order of BINARY_COLUMNS."""
+    """The output of `_flash_compile.py` for the binaries, in the order of BINARY_COLUMNS."""
     words = [str(capability), *(word for shape in shapes for word in shape)]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, HERE / "_flash_compile.py", *words]
@@ -139,7 +139,7 @@ def cpu() -> None:
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
 Call = Callable[[], tuple[Tensor, ...]]
-Times = dict[str, list[float]]  # of each run its seconds, round after round
+Times = dict[str, list[float]]  # seconds of each run, per round
 
 
 def in_turns(runs: dict[str, Callable[[], object]], repeats: int = 20) -> Times:
@@ -147,7 +147,7 @@ def in_turns(runs: dict[str, Callable[[], object]], repeats: int = 20) -> Times:
 
 
 def as_fast(times: Times, this: str, other: str) -> Ratio | str:
-    """How many times as fast as the other `this` is."""
+    """The speed of `this` over the speed of the other."""
     if other not in times:
         return "n/a"
     return ratio_of([b / a for a, b in zip(times[this], times[other], strict=True)])
@@ -158,7 +158,7 @@ def milliseconds(times: Times, name: str) -> Ratio:
 
 
 class Matmul:
-    """PyTorch's matrix product of 8192 cubed, to compare with."""
+    """PyTorch's matmul of 8192 cubed, for comparison."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.size = 256 if INTERPRETED else 8192
@@ -168,26 +168,26 @@ class Matmul:
         return self.a @ self.b
 
     def share(self, times: Times, name: str, flops: float) -> Ratio:
-        """Of its rate, the rate of a run of so many FLOPs in the same rounds."""
+        """The rate of a run with `flops` over the rate of the matmul, in the same rounds."""
         return ratio_of(
             [flops / mine / (2 * self.size**3 / its) for mine, its in zip(times[name], times["matmul"], strict=True)]
         )
 
 
 def side_by_side(calls: Iterable[Callable[[], object]]) -> list[Exception | None]:
-    """Call them all, in threads, so that their kernels are compiled side by side. What each raised, if it did."""
+    """Call all of them in threads, to compile their kernels in parallel. Returns what each raised."""
 
     def outcome(call: Callable[[], object]) -> Exception | None:
         try:
-            torch.zeros(1, device=DEVICE)  # a new thread has no context of the GPU, and a descriptor needs one
+            torch.zeros(1, device=DEVICE)  # a new thread has no GPU context, which a descriptor needs
             call()
-        except Exception as error:  # a size of tile may not compile, or not fit: the others go on
+        except Exception as error:  # a tile size may not compile or fit: the others continue
             return error
         return None
 
-    threads = 1  # the interpreter is one machine for all
+    threads = 1  # the interpreter has one global state
     if not INTERPRETED:
-        triton.runtime.driver.active.get_current_target()  # prepares the driver once, and not in each thread
+        triton.runtime.driver.active.get_current_target()  # initialises the driver once, not in each thread
         threads = min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(outcome, calls))
@@ -201,8 +201,8 @@ def first_line(error: Exception) -> str:
 
 
 def theirs(backend: SDPBackend, given: list[Tensor], causal: bool) -> tuple[Call, Call] | None:
-    """Forward and backward of one of PyTorch's kernels, or None where it is not available."""
-    q, k, v, dout = (x.detach().transpose(1, 2) for x in given)  # [B, S, N, D] -> [B, N, S, D], as it wants them
+    """Forward and backward of one of PyTorch's kernels, or None if not available."""
+    q, k, v, dout = (x.detach().transpose(1, 2) for x in given)  # [B, S, N, D] -> [B, N, S, D]
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def forward() -> Tensor:
@@ -220,7 +220,7 @@ def theirs(backend: SDPBackend, given: list[Tensor], causal: bool) -> tuple[Call
 
 
 def with_theirs(ours: dict[str, Call], given: list[Tensor], causal: bool, backward: bool, matmul: Matmul) -> Times:
-    """Seconds of our runs, of PyTorch's two kernels and of a matrix product, all in turns."""
+    """Seconds of our runs, PyTorch's two kernels and a matmul, all alternating."""
     runs: dict[str, Callable[[], object]] = dict(ours)
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         if pair := theirs(backend, given, causal):
@@ -245,7 +245,7 @@ class Shape(NamedTuple):
         return 4 * self.B * self.N * self.S**2 * self.D * (0.5 if self.causal else 1.0)
 
 
-# The goals' shape first; then the other head dim, no mask, shared K/V heads, short sequences. All of them with the
+# The target shape first; then the other head dim, no mask, shared K/V heads, short sequences. All with the
 # plan's tiles, then the first two again with the best of several.
 SHAPES_GPU = [Shape(2, 8192, 16, 16, D, causal) for causal in (True, False) for D in (128, 64)]
 SHAPES_GPU += [Shape(2, 8192, 32, 8, 128, True), Shape(16, 1024, 16, 16, 128, True)]
@@ -274,7 +274,7 @@ class Measurement:
         return lambda: triton_backward(dout, q, k, v, *saved, plan=plan, repeatable=repeatable, **self.mask)
 
     def anything_saved(self) -> tuple[Tensor, Tensor]:
-        """In place of an output and an LSE, to compile the backward pass before there are any."""
+        """A stand-in for output and LSE, to compile the backward pass in advance."""
         q = self.given[0]
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device)
 
@@ -288,9 +288,9 @@ class Measurement:
         kernels = {"forward": ["forward"], "backward": ["dkdvdq"], SEVEN: ["dq", "dkdv"]}[which]
         here = predictions.here()
         found = [predictions.attention(here, kernel, B, S, N, D, causal) for kernel in kernels]
-        if which != "forward":  # delta: dout and out are read
+        if which != "forward":  # delta: reads dout and out
             found.append(predictions.moved(here, 2 * B * S * N * D * self.dtype.itemsize))
-        if which == "backward":  # dq in fp32: its zeros are written, and when it is complete it is read and rounded
+        if which == "backward":  # dq in fp32: writes zeros; reads and rounds the result
             found.append(predictions.moved(here, B * S * N * D * (4 + 4 + self.dtype.itemsize), 2))
         return None if None in found else sum(found)
 
@@ -303,7 +303,7 @@ class Measurement:
         return [*cells, *ratios, tiles, *predictions.cells(self.predicted(which), took.median / 1e3)]
 
     def rows(self, matmul: Matmul) -> list[list]:
-        """With the plan's tiles: verified at this shape, then timed beside PyTorch's."""
+        """With the plan's tiles: verified at this shape, then timed next to PyTorch's."""
         yardstick = Yardstick(self.given, self.shape.causal)
         with poisoned():
             saved = self.forward()()
@@ -323,14 +323,14 @@ class Measurement:
         return rows
 
     def tuned(self, which: str, tried: dict[str, Call], default: Call, matmul: Matmul) -> list:
-        """The fastest of the default and of `tried`, each of which has to agree with it before it is timed."""
+        """The fastest of the default and of `tried`, each compared with the default before it is timed."""
         expected, runs = default(), {"the plan's": default}
         for (name, call), error in zip(tried.items(), side_by_side(tried.values()), strict=True):
             try:
                 if error:
                     raise error
                 off = error_of(list(call()), list(expected))
-                if not off <= 2 * torch.finfo(expected[0].dtype).eps:  # each is off by a rounding of its own
+                if not off <= 2 * torch.finfo(expected[0].dtype).eps:  # each has a rounding error of its own
                     raise ArithmeticError(f"differs from the plan's by {off:.1e}")
                 runs[name] = call
             except Exception as reason:
@@ -345,7 +345,7 @@ class Measurement:
         saved = self.forward()()
         forward = {str(tuple(tiles)): self.forward(tiles) for tiles in ([Tiles(16, 16)] if INTERPRETED else FORWARD)}
         backward = {str(tuple(tiles)): self.backward(saved, tiles) for tiles in ([] if INTERPRETED else DKDV)}
-        side_by_side([*forward.values(), *backward.values()])  # all at once
+        side_by_side([*forward.values(), *backward.values()])  # all in parallel
         return [
             self.tuned("forward", forward, self.forward(), matmul),
             self.tuned("backward", backward, self.backward(saved), matmul),
@@ -353,7 +353,7 @@ class Measurement:
 
 
 def build() -> None:
-    """Compile what `gpu` runs, side by side. No kernel is specialised on a length, so that short inputs will do."""
+    """Compile for `gpu`, in parallel. No kernel is specialised on a length, so short inputs suffice."""
     shapes = [] if INTERPRETED else [SHAPES_GPU[0]._replace(B=1, S=256, D=D) for D in (128, 64)]
     for error in side_by_side([call for shape in shapes for call in Measurement(shape, torch.bfloat16).kernels()]):
         if error:
@@ -383,7 +383,7 @@ def gpu(folder: Path, limit: float) -> None:
         for row in Measurement(shape, dtype).rows(matmul):
             table.add(*row)
             wrong += [f"{row[0]}, {row[1]}: {row[2]}"] if str(row[2]).startswith("wrong") else []
-    for shape in shapes[:2]:  # which compiles eight kernels for each
+    for shape in shapes[:2]:  # compiles eight kernels for each
         if wrong or time.monotonic() > begun + 0.75 * limit:
             break
         for row in Measurement(shape, dtype).tuned_rows(matmul):
@@ -400,7 +400,7 @@ def run(
     *options: str,
     hopper: bool = False,
 ) -> None:
-    """The command line of FlashAttention's benchmarks. `options`: those beside --gpu, --dry and --out."""
+    """The command line of FlashAttention's benchmarks. `options`: besides --gpu, --dry and --out."""
     given = bench_options(about, "--gpu", "--dry", "--out", *options, triton=True, hopper=hopper)
     if given.build:
         build()

@@ -1,4 +1,4 @@
-"""Memory of attention in tiles and of the definition, forward and backward, as the sequence grows: exact bytes.
+"""Memory of attention in tiles and of the definition, both passes, by sequence length: exact bytes.
 
     python 09_kernels/in_depth/bench_flash_tiles.py               (--figures: only draw the figure again)
 

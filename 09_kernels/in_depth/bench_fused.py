@@ -1,11 +1,11 @@
-"""Fused kernels: bytes moved and kept against eager PyTorch; on a GPU, with AdamW, the share of the copy bandwidth.
+"""Fused kernels: bytes moved and saved against eager PyTorch; on a GPU, and with AdamW, share of bandwidth.
 
-    python 09_kernels/in_depth/bench_fused.py                             on any machine: what is moved and kept
+    python 09_kernels/in_depth/bench_fused.py                             on any machine: the counts
     python 09_kernels/in_depth/bench_fused.py --gpu                       verify on the GPU, then time
     python bench_fused.py --gpu --dry --out DIR   the same program at tiny sizes on the CPU: no results
 
-First every kernel must be as exact as PyTorch in the same precision; only then is anything counted or written. On a GPU
-the right ones are timed all the same, and a wrong one is named at the end, with exit code 1.
+First every kernel must be as exact as PyTorch in the same precision; only then is anything counted or
+written. On a GPU the right ones are timed in any case, and wrong ones are named at the end, with exit code 1.
 """
 
 import statistics
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-EAGER = REFERENCE | {"softmax": partial(torch.softmax, dim=-1)}  # the reference also looks for rows of -inf
+EAGER = REFERENCE | {"softmax": partial(torch.softmax, dim=-1)}  # the reference also checks for rows of -inf
 COMPILING = 10.0  # seconds that torch.compile takes for a forward and a backward pass
 SETTINGS = dict(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -56,7 +56,7 @@ class Traffic(TorchDispatchMode):
 
 
 def verify(dtypes: list[torch.dtype], hidden: tuple[int, ...]) -> dict[str, str]:
-    """Kernel -> what is wrong with it; nothing of those that are right."""
+    """Kernel -> its failure, for the wrong ones only."""
     wrong: dict[str, str] = {}
     for dtype in dtypes:
         for cols in hidden:
@@ -80,7 +80,7 @@ def verify_adamw() -> dict[str, str]:
 
 
 def verify_beyond_2_to_the_31() -> dict[str, str]:
-    """The same, on a GPU with the memory for it, for the last elements of a tensor of more than 2^31."""
+    """The same, on a GPU with enough memory, for the last elements of a tensor of more than 2^31."""
     n = 2**31 + 4096
     gate, up = torch.full((2, n), 1.5, dtype=torch.bfloat16, device=DEVICE)
     gate[-1] = up[-1] = 3.0
@@ -129,7 +129,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def copy_of(nbytes: int, device: torch.device) -> Callable[[], object]:
-    """Reads half of so many bytes and writes the other half: what a kernel that moves as many is measured against."""
+    """Reads half of `nbytes` and writes the other half: the baseline of a kernel that moves as many bytes."""
     source = torch.randn(max(1, nbytes // 8), device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -178,7 +178,7 @@ def passes(function: Callable, leaves: list[Tensor], rest: list) -> tuple[tuple[
 
 
 def far_apart(fused: list[Tensor], eager: list[Tensor]) -> str:
-    """Why the two are not the same numbers, each rounded once; "" if they are. NaN is far from everything."""
+    """The difference of the two beyond one rounding each; "" if none. NaN differs from everything."""
     for x, y in zip(fused, eager, strict=True):
         error = ((x.float() - y.float()).norm() / y.float().norm()).item()
         if not error <= 4 * torch.finfo(y.dtype).eps:
@@ -187,7 +187,7 @@ def far_apart(fused: list[Tensor], eager: list[Tensor]) -> str:
 
 
 def time_all(dry: bool, folder: Path | None, wrong: dict[str, str], end: float) -> None:
-    """Times every kernel that is right, beside eager PyTorch and a copy of as many bytes; all take turns."""
+    """Times every correct kernel, next to eager PyTorch and a copy of as many bytes; all alternate."""
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     device, gpu, repeats = device_here(), predictions.here(), 2 if dry else 30
     table = Table(
@@ -233,7 +233,7 @@ def time_all(dry: bool, folder: Path | None, wrong: dict[str, str], end: float) 
         moved = bytes_moved(name, leaves[0].numel(), dtype.itemsize)
         for i, what in enumerate(("forward", "backward")):
             row(f"{name}, {what}", {"fused": ours[i], "eager": theirs[i]}, moved[i])
-    for name in right if not dry else ():  # torch.compile takes its time before it is fast, so it comes last
+    for name in right if not dry else ():  # torch.compile is slow to compile, so it runs last
         if end - time.monotonic() < COMPILING:
             table.notes += f" {name} and what follows it was not compiled, for want of time."
             break
@@ -251,7 +251,7 @@ def main() -> None:
     about = "Count and time the fused kernels."
     options = bench_options(about, "--gpu", "--dry", "--out", "--seconds", counts_into_out=True)
     end = time.monotonic() + options.seconds
-    # Each dtype and width is compiled anew: fused.py and the tests go through all of them, and on a GPU time is short.
+    # Each dtype and width is compiled anew: fused.py and the tests cover all; GPU time is short.
     if options.gpu and not options.dry:
         wrong = verify([torch.bfloat16], (200, 4096))
     else:

@@ -1,4 +1,4 @@
-"""AdamW in one kernel: bytes that a step moves and kernels that it starts, against PyTorch's; on a GPU also the time.
+"""AdamW in one kernel: bytes moved and kernels launched per step, against PyTorch's; on a GPU also the time.
 
     python 09_kernels/in_depth/bench_fused_adamw.py                            on any machine: counts
     python 09_kernels/in_depth/bench_fused_adamw.py --gpu [--out DIR]          verify on the GPU, then time
@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 SHAPES = [(33, 7), (33,), (1,), (3, 1029)]
-BLOCKS = 24  # of a model whose tensors the counts and times are for
+BLOCKS = 24  # blocks of the model that is counted and timed
 
 
 def verify() -> None:
-    """Ends the program unless the optimizer is right."""
+    """Exit unless the optimizer is right."""
     want, _ = adamw_run(partial(torch.optim.AdamW, **SETTINGS), SHAPES, torch.float64, 10)
     theirs, _ = adamw_run(partial(torch.optim.AdamW, **SETTINGS), SHAPES, torch.float32, 10)
     ours, optimizer = adamw_run(partial(AdamW, **SETTINGS), SHAPES, torch.float32, 10)
@@ -58,7 +58,7 @@ def shapes_of(hidden: int) -> list[tuple[int, ...]]:
 
 
 class Counting:
-    """In the place of the Triton kernel: counts how often it is started, and the bytes of the buffers it is given."""
+    """Replaces the Triton kernel: counts its launches and the bytes of its buffers."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.started, self.bytes = kernel, 0, 0
@@ -74,7 +74,7 @@ class Counting:
 
 
 class Operators(Traffic):
-    """Traffic, and the operators that caused it, each a kernel on a GPU; that which counts the steps is left out."""
+    """Traffic, and the operators that caused it, each a kernel on a GPU; without the step counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def count(folder: Path | None) -> None:
     many = parameters(hidden)
     numel = sum(p.numel() for p in many)
     theirs = torch.optim.AdamW(many, foreach=False, fused=False, **SETTINGS)
-    theirs.step()  # makes the states
+    theirs.step()  # creates the states
 
     def clip() -> None:
         for p in many:
@@ -162,7 +162,7 @@ def time_all(dry: bool, folder: Path | None) -> None:
     )
 
     def run(name: str, kind: Callable, of: Callable[[list], list], **options: Any) -> None:
-        """Made, timed, and let go before the next: at most one set of weights and states is there at a time."""
+        """Create, time and free: at most one set of weights and states exists at a time."""
         nonlocal first
         weights = of(parameters(hidden))
         optimizer = kind(weights, **SETTINGS, **options)

@@ -1,4 +1,4 @@
-"""The output layer and its loss: peak memory with and without the logits; on a GPU also the time, for 128k words.
+"""The output layer and its loss: peak memory with and without the logits; on a GPU also time, with V = 128k.
 
     python 09_kernels/in_depth/bench_fused_loss.py   on any machine: peak memory, and the figure
     python 09_kernels/in_depth/bench_fused_loss.py --figures                  only the figure, from the results
@@ -39,7 +39,7 @@ VOCAB, HIDDEN, CHUNK, TOKENS = 4096, 64, 128, (128, 256, 512, 1024)
 
 
 def verify(dtypes: list[torch.dtype], vocab: int) -> None:
-    """Ends the program unless both kernels are right."""
+    """Exit unless both kernels are right."""
     for dtype in dtypes:
         for name, (tensors, rest) in loss_inputs(60, vocab, 32).items():
             call = partial(FUSED[name], chunk=25) if name == "linear_cross_entropy" else FUSED[name]
@@ -49,7 +49,7 @@ def verify(dtypes: list[torch.dtype], vocab: int) -> None:
 
 
 def predicted_peak(tokens: int) -> int:
-    """float32. Forward: a chunk of logits, d weight, its next product, d hidden; for each token a label of 8 bytes, its
+    """float32. Forward: a chunk of logits, d weight, its next matmul, d hidden; per token a label of 8 bytes,
     loss, m and s. Backward: both gradients twice.
     """
     weight, hidden = VOCAB * HIDDEN, tokens * HIDDEN
@@ -69,7 +69,7 @@ def peaks(folder: Path | None) -> None:
                 loss.backward()
             measured.append(memory.peak)
         predicted = predicted_peak(tokens)
-        if not abs(measured[1] - predicted) <= 256:  # single numbers
+        if not abs(measured[1] - predicted) <= 256:  # scalars
             sys.exit(f"{tokens} tokens: the peak is {measured[1]} bytes, predicted {predicted}")
         rows.append([tokens, *measured, predicted, measured[1] / measured[0]])
     write_result(
@@ -97,7 +97,7 @@ def time_all(dry: bool, folder: Path | None) -> None:
     seconds, copy = timed(dry, 5), copied(dry)
     labels = torch.randint(vocab, (tokens,), device=device)
     precision = str(dtype).removeprefix("torch.")
-    layer(dry, folder, dtype, tokens, vocab, hidden, labels)  # the goal's table first
+    layer(dry, folder, dtype, tokens, vocab, hidden, labels)  # the target table first
 
     rows_of_logits = tokens if dry else 8192
     logits = torch.randn(rows_of_logits, vocab, device=device, dtype=dtype).requires_grad_()
@@ -139,7 +139,7 @@ def time_all(dry: bool, folder: Path | None) -> None:
 def layer(
     dry: bool, folder: Path | None, dtype: torch.dtype, tokens: int, vocab: int, hidden: int, labels: Tensor
 ) -> None:
-    """The output layer and its loss: time, and the peak of memory beside weights and inputs."""
+    """The output layer and its loss: time, and peak memory without weights and inputs."""
     device, seconds, gpu = labels.device, timed(dry, 5), predictions.here()
     h = torch.randn(tokens, hidden, device=device, dtype=dtype).requires_grad_()
     weight = (torch.randn(vocab, hidden, device=device, dtype=dtype) / hidden**0.5).requires_grad_()
@@ -185,7 +185,7 @@ def main() -> None:
     if not options.figures:
         dtypes = (
             [torch.float32, torch.float16] if INTERPRETED else [torch.bfloat16]
-        )  # on a GPU the tests have the others
+        )  # on a GPU the tests cover the others
         for vocab in (500, 9000):  # in one block, and in two
             verify(dtypes, vocab)
         if options.gpu:

@@ -5,12 +5,12 @@
     python 09_kernels/in_depth/bench_matmul_ladder.py --gpu --seconds 40    verify on the GPU, then time every rung
     python bench_matmul_ladder.py --gpu --dry --out DIR   the same program at tiny sizes on the CPU: no results
 
-First every rung must be as exact as PyTorch's product, and fetch what was predicted; only then is anything written.
-On a GPU each rung is tried in a process of its own first. Then, at the shape at which it is timed, every element of its
-product is held against float64, before and after its times are taken. Times: CUDA events around one call, with a cold
-L2 cache; cuBLAS has its turn after each call of the rung, and "of cuBLAS" is the ratio of two neighbours. The most
-valuable rungs come first, and what --seconds does not allow is named and left out. `python _cuda.py --build` before it
-saves the time of nvcc.
+First every rung must be as exact as PyTorch's matmul, and fetch the predicted sectors; only then is anything
+written. On a GPU each rung first runs in a process of its own. Then, at the timed shape, every element is
+compared with float64, before and after timing. Times: CUDA events around one call, with a cold L2 cache;
+cuBLAS runs after each call of the rung, and "of cuBLAS" is the ratio of two neighbours. The most valuable
+rungs come first; rungs beyond --seconds are named and left out. Run `python _cuda.py --build` first to save
+nvcc's time.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ from harness.figures import COLOURS, GREY, write_figure
 from harness.report import ratio_of, write_result
 from matmul_ladder import GPUS, LADDER, RUNGS, TRITON, check_matmul, occupancy, rms_error, verify, within
 
-COUNTED = (256, 256, 128)  # whole tiles of every rung, and a whole cluster of them
+COUNTED = (256, 256, 128)  # full tiles of every rung, and a full cluster
 ARCH = "sm_90a"
-# Once round the loop in which a rung multiplies, by its machine code: loads from shared memory of 4 and of 16 bytes,
-# FMAs, and the turns that the loads take. 32 lanes come in one turn, and all of them if they ask for one address; 16
-# bytes a lane in 4 turns of 8 lanes. In coarsened_2d two rows of As lie on one bank, and 8 lanes find Bs on 16 banks:
-# both take twice as long.
+# One iteration of a rung's main loop, by its machine code: loads from shared memory of 4 and of 16 bytes,
+# FMAs, and the cycles of the loads. 32 lanes take one cycle, also if all ask for one address; 16 bytes per
+# lane take 4 cycles of 8 lanes. In coarsened_2d two rows of As are on one bank, and 8 lanes read Bs from 16
+# banks: both take twice as long.
 SHARED = {
     "shared_tiles": (32, 8, 32, 32 + 8),
     "coarsened_1d": (8, 16, 64, 8 + 16),
@@ -48,7 +48,7 @@ SHARED = {
     "vectorised": (0, 4, 64, 4 * 4),
     "warp_tiles": (0, 32, 512, 32 * 4),
 }
-# Of a warp of mma_tiles: 6 ldmatrix of 512 bytes, for 16 mma of a clock each at the peak.
+# A warp of mma_tiles: 6 ldmatrix of 512 bytes for 16 mma, each one cycle at the peak.
 TENSOR_TURNS, TENSOR_CLOCKS = 6 * 4, 16
 # NVIDIA H200 (SXM) datasheet: TFLOP/s without sparsity, and TB/s.
 PEAK, BANDWIDTH = {torch.float32: 67.0, torch.bfloat16: 989.0}, 4.8
@@ -64,7 +64,7 @@ extern "C" const char* run_swizzled(int* places, void*) {
 
 
 def verify_all(device: str) -> None:
-    """Ends the program unless every rung that runs on `device` is right."""
+    """Exit unless every rung that runs on `device` is right."""
     for name in [*RUNGS, TRITON]:
         if name in RUNGS and device == "cuda" and not runs(name):
             continue
@@ -75,7 +75,7 @@ def verify_all(device: str) -> None:
                 sys.exit(f"{name} at {size}: its error is {ratio} times PyTorch's; same bits in every order: {same}")
 
 
-# The third hangs over the edge, in rows that the copy engine can write; the last has more tiles than a GPU has
+# The third exceeds the edge, in rows that the copy engine can write; the last has more tiles than a GPU has
 # multiprocessors.
 SIZES_ON_GPU = ((139, 263, 333), (256, 256, 128), (140, 264, 320), (2048, 4096, 512))
 CHECK = """
@@ -88,9 +88,9 @@ for size in eval(sys.argv[2]):
 
 
 def wrong_on_gpu(names: list[str], sizes: tuple[tuple[int, ...], ...] = SIZES_ON_GPU, limit: float = 60.0) -> dict:
-    """Rung -> why it is not timed. Each is tried in a process of its own, all at once: one that waits for ever, or
-    writes where it must not, would take the others with it."""
-    if torch.version.cuda:  # built once, side by side, and not by everybody
+    """Rung -> why it is not timed. Each runs in a process of its own, all in parallel: a hang or an invalid
+    write does not affect the others."""
+    if torch.version.cuda:  # built once for all, in parallel
         sources = sorted({_cuda.HERE / RUNGS[name].call[0] for name in names if name in RUNGS})
         _cuda.build_all(sources, _cuda.architecture(torch.cuda.get_device_capability()))
     pipes, here = dict(stderr=subprocess.PIPE, text=True), Path(ladder.__file__).parent
@@ -105,7 +105,7 @@ def wrong_on_gpu(names: list[str], sizes: tuple[tuple[int, ...], ...] = SIZES_ON
                 wrong[name] = (said.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:120]
         except subprocess.TimeoutExpired:
             child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a kernel that never ends may hold its process
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a kernel that hangs may block its process
                 child.communicate(timeout=5)
             wrong[name] = f"not done after {limit:.0f} s"
     return wrong
@@ -136,7 +136,7 @@ def draw_roofline(axes, result) -> None:
         for i, (intensity, names) in enumerate(placed.items()):
             y = min(peak, bandwidth * intensity)
             axes.plot(intensity, y, "o", color=color, ms=4)
-            # Names go below to the right and above to the left in turn, so that neighbours do not overlap.
+            # Names alternate below right and above left, so that neighbours do not overlap.
             place = (
                 dict(xytext=(-4, 4), ha="right", va="bottom") if i % 2 else dict(xytext=(4, -3), ha="left", va="top")
             )
@@ -158,13 +158,13 @@ def draw_roofline(axes, result) -> None:
 
 
 def write_swizzle(folder: Path | None) -> None:
-    """Where ptx.h puts the 16-byte chunks of 8 rows of a tile."""
+    """The positions of the 16-byte chunks of 8 rows of a tile, by ptx.h."""
     with tempfile.TemporaryDirectory() as there:
         source = Path(there) / "swizzled.cu"
         source.write_text(SWIZZLED)
         places = torch.zeros(8, 8, dtype=torch.int32)
         _cuda.call(str(source), "run_swizzled", places)
-    for way in (places, places.t()):  # each chunk of a row somewhere else, and each chunk of a column
+    for way in (places, places.t()):  # chunks of a row must differ, and chunks of a column
         if not all(sorted(line) == list(range(8)) for line in way.tolist()):
             sys.exit(f"swizzled() puts two chunks into one place: {places.tolist()}")
     write_result(
@@ -178,7 +178,7 @@ def write_swizzle(folder: Path | None) -> None:
 
 
 def draw_swizzle(axes, result) -> None:
-    """Rows of a tile over the banks, stored as they are and swizzled; one column of chunks in colour."""
+    """Rows of a tile over the banks, stored plain and swizzled; one column of chunks in colour."""
     chosen = 2
     for panel, swizzled in zip(axes, (False, True), strict=True):
         for row, *places in result["rows"]:
@@ -195,15 +195,15 @@ def draw_swizzle(axes, result) -> None:
     axes[0].set_ylabel("row of the tile")
 
 
-# What the tile of a block costs L2. An H100 by its papers (bench_matmul.py has the sources): multiprocessors, bytes
-# that L2 gives in a clock, clocks of a wgmma of 64 x 256 x 16 at the peak.
+# L2 traffic of a block's tile. An H100 as published (sources: bench_matmul.py): multiprocessors,
+# bytes per cycle from L2, cycles of a wgmma of 64 x 256 x 16 at the peak.
 SMS, L2_BYTES, WGMMA_CLOCKS = 132, 5120, 128
 STRIPES = {
     "tma_wgmma": None,
     "persistent": 8,
     "multicast": 8,
     "ping_pong": 16,
-}  # None: row by row, as blocks are started
+}  # None: row by row, in order of launch
 TILES = """
 #include "tiles.h"
 extern "C" const char* run_tiles(int stripe, int count, int rows, int cols, int* row, int* col, void*) {
@@ -216,7 +216,7 @@ extern "C" const char* run_tiles(int stripe, int count, int rows, int cols, int*
 
 
 def tiles_in_order(stripe: int | None, rows: int, cols: int) -> torch.Tensor:
-    """[rows · cols, 2]: row and column of each tile of C, in the order in which they are begun."""
+    """[rows · cols, 2]: row and column of each tile of C, in order of start."""
     index = torch.arange(rows * cols, dtype=torch.int32)
     if stripe is None:
         return torch.stack([index // cols, index % cols], 1)
@@ -231,15 +231,15 @@ def tiles_in_order(stripe: int | None, rows: int, cols: int) -> torch.Tensor:
 
 
 def write_l2(folder: Path | None, size: int = 8192) -> None:
-    """What the rungs with wgmma ask of L2 in a clock, and how much of A and B is in use at one time."""
+    """L2 requests per cycle of the rungs with wgmma, and how much of A and B is in use at once."""
     rows = []
     for name, stripe in STRIPES.items():
         rung = RUNGS[name]
         BM, BN = rung.tile
-        asked = (BM + BN // rung.cluster) * 64 * 2  # of one block, in a step of 64 along K
+        asked = (BM + BN // rung.cluster) * 64 * 2  # per block, in a step of 64 along K
         clocks = BM // 64 * 4 * WGMMA_CLOCKS
         order = tiles_in_order(stripe, size // BM // rung.cluster, size // BN)
-        # 128 rows and 256 columns are under way on each multiprocessor at one time; in ping_pong as two tiles.
+        # 128 rows and 256 columns are in flight per multiprocessor; in ping_pong as two tiles.
         wave = SMS * 128 * 256 // (BM * rung.cluster * BN)
         parts = [order[i : i + wave] for i in range(0, len(order), wave)]
         height, width = (
@@ -270,7 +270,7 @@ def write_l2(folder: Path | None, size: int = 8192) -> None:
 
 
 def by_shared_memory(rung, loops: dict) -> float | str:
-    """TFLOP/s that a multiprocessor's shared memory, one turn a clock, allows. Ends the program if SHARED is not so."""
+    """TFLOP/s allowed by shared memory, one access per cycle. Exit if SHARED does not match."""
     if rung.name == "mma_tiles":
         return round(PEAK[rung.dtype] * TENSOR_CLOCKS / TENSOR_TURNS, 1)
     if rung.name not in SHARED:
@@ -280,7 +280,7 @@ def by_shared_memory(rung, loops: dict) -> float | str:
         loop = loops[rung.name]
         if (loop.shared_loads - loop.wide_loads, loop.wide_loads, loop.fmas) != (narrow, wide, fmas):
             sys.exit(f"{rung.name}: {loop} in the machine code, not {(narrow, wide, fmas)}")
-    return round(PEAK[rung.dtype] * min(1.0, fmas / 4 / turns), 1)  # 4 FMAs of 32 lanes in a clock
+    return round(PEAK[rung.dtype] * min(1.0, fmas / 4 / turns), 1)  # 4 FMAs of 32 lanes per cycle
 
 
 def predict_and_count(folder: Path | None) -> None:
@@ -354,27 +354,27 @@ def predict_and_count(folder: Path | None) -> None:
 
 
 def copied(dry: bool, repeats: int = 20) -> float:
-    """Bytes per second, read and written, of the copy of a large tensor: what a memory-bound kernel can hope for."""
+    """Bytes per second, read and written, of a large copy: the limit of a memory-bound kernel."""
     return copy_bandwidth(device_here(), 2**16 if dry else 2**30, 2 if dry else repeats).median
 
 
 def timed(dry: bool, repeats: int) -> Callable[[Callable[[], object]], float]:
-    """A function that says how many seconds a call takes: the median, with a cold L2 cache."""
+    """A function that measures the seconds of a call: the median, with a cold L2 cache."""
     clock = timer(device_here(), 2 if dry else repeats)
     return lambda run: clock(run).median
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A product that is timed, and what it has to be."""
+    """A timed matmul, and its expected result."""
 
     a: torch.Tensor  # [M, K]
     b: torch.Tensor  # [K, N]
     want: torch.Tensor  # in float64
-    error: float  # of PyTorch's product in the same precision
+    error: float  # of PyTorch's matmul in the same precision
 
     def objection(self, out: torch.Tensor) -> str:
-        """Why this is not the product; "" if it is. Every element counts, and NaN is no number."""
+        """The error of this product; "" if none. Every element counts, and NaN is an error."""
         ratio = rms_error(out, self.want) / self.error
         if not within(ratio, 2):
             return f"its error is {ratio:.3g} times that of torch.mm"
@@ -385,16 +385,16 @@ class Problem:
 
 
 def problem(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Problem:
-    """Random numbers: on zeros a GPU draws less power, and clocks higher than it ever does in training."""
+    """Random values: with zeros a GPU draws less power and clocks higher than in training."""
     M, N, K = shape
     generator = torch.Generator(device).manual_seed(sum(shape))
     a, b = (torch.randn(rows, K, device=device, generator=generator).to(dtype) for rows in (M, N))
-    b = b.t().contiguous() if dtype == torch.float32 else b.t()  # bf16: as F.linear hands over its weight
+    b = b.t().contiguous() if dtype == torch.float32 else b.t()  # bf16: as F.linear passes its weight
     return Problem(a, b, *ladder.reference(a, b))
 
 
 def to_time(dry: bool) -> list[tuple[str, torch.dtype, tuple[int, int, int]]]:
-    """Rung, precision and M, N, K, the most valuable first: who ends this early has the ones that matter."""
+    """Rung, precision and M, N, K, the most valuable first, in case of an early end."""
     large, short, fp32 = (8192, 8192, 8192), (8192, 8192, 1024), (4096, 4096, 4096)
     if dry:
         large, short, fp32 = (256, 256, 256), (256, 256, 64), (128, 128, 128)
@@ -408,14 +408,14 @@ def to_time(dry: bool) -> list[tuple[str, torch.dtype, tuple[int, int, int]]]:
 
 
 def time_ladder(dry: bool, folder: Path | None, limit: float) -> None:
-    """Times every rung that is right, for `limit` seconds; ends with exit code 1 if there is one that is not."""
+    """Times every correct rung, for `limit` seconds; exit code 1 if one is wrong."""
     end = time.monotonic() + limit
     if dry:
         verify_all(device_here().type)
     tried = ["naive"] if dry else [name for name in RUNGS if runs(name)] + [TRITON]
     wrong = wrong_on_gpu(tried, SIZES_ON_GPU[:1] if dry else SIZES_ON_GPU, max(20.0, limit / 2))
     device, gpu = device_here(), predictions.here()
-    torch.backends.cuda.matmul.allow_tf32 = False  # cuBLAS in fp32 shall compute in fp32
+    torch.backends.cuda.matmul.allow_tf32 = False  # cuBLAS in fp32 must not use TF32
     table = Table(
         "09_matmul_gpu",
         "The ladder, timed",
@@ -456,7 +456,7 @@ def time_ladder(dry: bool, folder: Path | None, limit: float) -> None:
 
 
 def time_rung(name: str, given: Problem, repeats: int, device: torch.device) -> dict[str, list[float]] | str:
-    """Seconds of each call of the rung and of cuBLAS, which take turns; or why the rung's product is wrong."""
+    """Seconds of each call of the rung and of cuBLAS, alternating; or the error of the rung."""
     out = given.a.new_full(given.want.shape, float("nan"))
     theirs = torch.empty_like(out)
 

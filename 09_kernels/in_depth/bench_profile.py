@@ -1,11 +1,11 @@
-"""Five kernels under NVIDIA's profiler, Nsight Compute: what its report says of what this chapter counts by hand.
+"""Five kernels in NVIDIA's profiler, Nsight Compute: its report on what this chapter counts by hand.
 
     python 09_kernels/in_depth/bench_profile.py --gpu                 one warm launch of each kernel, on a GPU with ncu
-    python bench_profile.py --gpu --dry --out DIR   the same program with a stand-in for ncu, on the CPU: no results
+    python bench_profile.py --gpu --dry --out DIR   the same program with a fake ncu, on the CPU: no results
 
-A profiler does not change what a kernel computes, so nothing is verified here: the benchmark of each kernel verifies it
-at the same shape. It repeats a kernel to read all counters, which makes its seconds useless; these are the benchmarks'.
-`--clock-control none` leaves the clocks as a training run finds them.
+A profiler does not change results, so nothing is verified here: the benchmark of each kernel verifies it at
+the same shape. It repeats a kernel to read all counters, so its seconds are useless; use the benchmarks'.
+`--clock-control none` leaves the clocks as in a training run.
 """
 
 import csv
@@ -24,7 +24,7 @@ from _bench_options import bench_options
 from harness.ceilings import Table, device_here
 
 SECTIONS = ("SpeedOfLight", "WarpStateStats", "MemoryWorkloadAnalysis")
-# A column of the table, and under which names ncu reports it.
+# A column of the table, and its names in ncu's report.
 METRICS = {
     "multiprocessors busy": ("GPU Speed Of Light Throughput", "Compute (SM) Throughput"),
     "L1 and shared memory busy": ("GPU Speed Of Light Throughput", "L1/TEX Cache Throughput"),
@@ -39,8 +39,8 @@ METRICS = {
 @dataclass(frozen=True)
 class Profiled:
     what: str
-    kernel: str  # its name, a regular expression of all of it
-    prepare: Callable[[bool], Callable[[], Any]]  # at tiny sizes if True; returns what launches it
+    kernel: str  # a regular expression for the full name
+    prepare: Callable[[bool], Callable[[], Any]]  # at tiny sizes if True; returns the launch function
 
 
 def product(rung: str, dtype: torch.dtype) -> Callable[[bool], Callable[[], Any]]:
@@ -92,7 +92,7 @@ PROFILED = {
 
 
 def report(name: str, dry: bool, limit: float) -> list[list[str]]:
-    """What ncu says of the third launch: section, metric, unit and value. RuntimeError with the reason if nothing."""
+    """ncu's report of the third launch: section, metric, unit, value. RuntimeError with a reason if none."""
     own = [sys.executable, str(Path(__file__).resolve()), "--launch", name, *(["--dry"] if dry else [])]
     sections = [word for section in SECTIONS for word in ("--section", section)]
     which = ["--kernel-name", f"regex:^{PROFILED[name].kernel}$", "--launch-skip", "2", "--launch-count", "1"]
@@ -101,7 +101,7 @@ def report(name: str, dry: bool, limit: float) -> list[list[str]]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"not done after {limit:.0f} s") from None
-    print(done.stdout, flush=True)  # the whole report is in the log
+    print(done.stdout, flush=True)  # the log has the full report
     rows = rows_of(done.stdout.splitlines())
     if not rows:
         words = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
@@ -110,7 +110,7 @@ def report(name: str, dry: bool, limit: float) -> list[list[str]]:
 
 
 def rows_of(lines: Iterable[str]) -> list[list[str]]:
-    """The table in ncu's output, which begins after what it says while it runs."""
+    """The table in ncu's output, after its progress messages."""
     table = [line for line in lines if line.startswith('"')]
     asked = ("Section Name", "Metric Name", "Metric Unit", "Metric Value")
     return [[row.get(key) or "" for key in asked] for row in csv.DictReader(table)]
@@ -154,7 +154,7 @@ def profile(dry: bool, folder: Path | None, limit: float) -> int:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--launch"]:  # what ncu starts
+    if sys.argv[1:2] == ["--launch"]:  # started by ncu
         launch = PROFILED[sys.argv[2]].prepare("--dry" in sys.argv)
         for _ in range(1 if "--dry" in sys.argv else 3):
             launch()

@@ -2,43 +2,43 @@
 //
 //     C = A · Bᵀ        as in tensor_cores.cu
 //
-// Rung 11 also takes a factor that lies the other way, A as [K, M] or B as [K, N]: the backward of a linear layer sums over
-// the sides along which its factors do not lie. Its tile then has 64 columns in a row of shared memory, one row for each k,
-// and wgmma is told to read it across. The trainer's dx = dy · W and dW = dyᵀ · x are made without a copy of any factor.
+// Rung 11 also takes a transposed factor, A as [K, M] or B as [K, N]: the backward of a linear layer sums
+// over the dimensions along which its factors are not contiguous. Its tile then has 64 columns in a row of
+// shared memory, one row per k, and wgmma reads it transposed. So dx = dy · W, dW = dyᵀ · x copy nothing.
 //
 //     rung            what it adds to rung 10
 //     11 multicast    a cluster of two blocks: each fetches its own rows of A and half of B, and the copy engine writes
 //                     that half into the shared memory of both
 //     12 ping_pong    two warpgroups on tiles of their own: one multiplies while the other writes out
 //
-// What 11 saves. By itself a block asks L2 for 128 + 256 rows of 64 numbers in a step, 48 KB, for 1,024 clocks of
-// products: 132 blocks for 6,336 bytes a clock, and L2 of an H100 gives 5,120. In a cluster a block asks for 128 + 128
-// rows, all together for 4,224 bytes a clock.
+// What 11 saves. Alone, a block requests from L2 128 + 256 rows of 64 elements per step, 48 KB, for 1,024
+// cycles of wgmma: 132 blocks request 6,336 bytes per cycle, and L2 of an H100 delivers 5,120. In a cluster a
+// block requests 128 + 128 rows, all together 4,224 bytes per cycle.
 //
 //     a cluster works on 256 x 256 of C          block 0                      block 1
 //                                            A   rows 0 to 127                rows 128 to 255
 //                                            B   rows 0 to 127 ──> both       rows 128 to 255 ──> both
 //
-// What 12 hides. In rungs 10 and 11 both warpgroups write their sums out at the same time. There is room for half of them
-// on their way, so until the copy engine has taken the first half nothing multiplies. In rung 12 a tile is as large as
-// one warpgroup's registers allow, 64 x 256, all of it has room on its way, and two are under way:
+// What 12 hides. In rungs 10 and 11 both warpgroups write their sums out at the same time. The output buffer
+// holds half of them, so no warp multiplies until the copy engine has read that half. In rung 12 a tile is as
+// large as one warpgroup's registers allow, 64 x 256, the buffer holds all of it, and two are in flight:
 //
 //     warpgroup 1   multiply tile 0 | write 0 .......... | multiply tile 2 | write 2
 //     warpgroup 2                   | multiply tile 1    | write 1 ....... | multiply tile 3
 //
-// The price: a tile of half the height asks L2 for 64 + 128 rows for 512 clocks, 6,336 bytes a clock again, as rung 10.
-// If L2 gives 5,120, that is 24 % more time. To take half of the sums of 132 blocks (4.3 MB) costs L2 845 clocks a tile:
-// 5 % of its products if K is 1,024. By these numbers 12 beats 11 only where K is smaller than some 220.
+// The price: a tile of half the height requests 64 + 128 rows per 512 cycles, 6,336 bytes per cycle, as in
+// rung 10. If L2 delivers 5,120, that is 24 % more time. Reading half of the sums of 132 blocks (4.3 MB)
+// costs L2 845 cycles per tile: 5 % of its wgmma if K is 1,024. So 12 should win only for K below some 220.
 //
-// Here all shared memory is dynamic, barriers included: tiles first, barriers behind them.
+// Here all shared memory is dynamic, including barriers: tiles first, then barriers.
 #include "clusters.h"
 #include "tiles.h"
 
 constexpr int CLUSTER = 2, BN = 256, STAGES = 4, HALF_B = BN / CLUSTER * TILE_K;
 
 // What a stage's two barriers wait for, and how they are laid out.
-//     full[s]   the producer's arrival + all bytes of the stage, whoever asked for them
-//     empty[s]  one arrival of each warp that reads the stage, in *both* blocks: my copy of B goes to both
+//     full[s]   the producer's arrival + all bytes of the stage, from either block
+//     empty[s]  one arrival of each warp that reads the stage, in *both* blocks: each block's B goes to both
 struct Barriers {
     uint64_t full[STAGES], empty[STAGES], turn[2];
 };
@@ -52,11 +52,11 @@ __device__ inline Barriers* barriers_behind(bf16* tiles, int readers) {
         for (int i = 0; i < 2; i++) barrier_init(&b->turn[i], 4);
         barrier_init_done();
     }
-    cluster_barrier();  // the barriers of both blocks are ready before anybody signals there
+    cluster_barrier();  // the barriers of both blocks are ready before any signal
     return b;
 }
 
-// The copies of a tile that begins at `row` of a factor and at k. A factor that lies across comes in panels of 64 rows.
+// The copies of a tile that begins at `row` of a factor and at k. A transposed factor has panels of 64 rows.
 template <bool ACROSS, class Copy>
 __device__ inline void in_panels(int rows, int row, int k, Copy copy) {
     if (!ACROSS) copy(0, row, k);
@@ -67,9 +67,9 @@ __device__ inline uint64_t factor(const bf16* tile, int k) {
     return ACROSS ? across(tile, k, PANEL * TILE_K * 2) : descriptor(tile, k);
 }
 
-// One step's tiles: my own of A, and my half of B for both blocks. The other half comes from the other block, perhaps
-// before the producer of this one has promised its bytes: a phase ends when promises and bytes are even *and* the
-// producer has arrived.
+// One step's tiles: this block's A, and its half of B for both blocks. The other half comes from the other
+// block, perhaps before this producer has announced its bytes: a phase ends when announced and received bytes
+// are equal *and* the producer has arrived.
 template <int BM, bool A_ACROSS = false, bool B_ACROSS = false>
 __device__ inline void load_stage(bf16* tiles, Barriers* b, int use, int rank, const CUtensorMap* A,
                                   const CUtensorMap* B, int row, int col, int k) {
@@ -84,7 +84,7 @@ __device__ inline void load_stage(bf16* tiles, Barriers* b, int use, int rank, c
     });
 }
 
-// This warp is done with the stage of that step. Both blocks write to it, so both have to know.
+// This warp has finished the stage of that step. Both blocks write to it, so signal both.
 __device__ inline void give_back(Barriers* b, int use) {
     int lane = threadIdx.x % 32;
     if (lane < CLUSTER) arrive_at(&b->empty[use % STAGES], lane);
@@ -134,15 +134,15 @@ multicast(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
         }
         if (t % 32 == 0) out_wait<0>();  // shared memory is there until it has been read
     }
-    cluster_barrier();  // nobody ends while the other block may still signal or write here
+    cluster_barrier();  // no block ends while the other may still signal or write here
 }
 
 // ---------------------------------------------------------------------------------------------- rung 12: ping-pong
 
-// Tile i of a cluster belongs to warpgroup i % 2. The producer fills stages for tile 0, 1, 2, ... in this order, so that
-// tile i begins with `use` = i · steps, whoever owns it. turn[w] says that warpgroup w may multiply. Without it the two
-// would not only disturb each other: one would wait for a phase of `full` while the barrier is still in the phase
-// *before* that. A wait knows phases by their parity only, takes the last but one for the one it wants, and passes.
+// Tile i of a cluster belongs to warpgroup i % 2. The producer fills stages for tile 0, 1, 2, ..., so tile i
+// begins with `use` = i · steps, for either owner. turn[w] says that warpgroup w may multiply. Without it
+// both are slower, and one waits for a phase of `full` while the barrier is still in the phase *before* that.
+// A wait knows only the parity of a phase, takes the last but one for the awaited one, and passes.
 __global__ void __launch_bounds__(384, 1)
 ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
           const __grid_constant__ CUtensorMap C_map, global<bf16> C, int by_engine) {
@@ -167,7 +167,7 @@ ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
         for (int i = me; first + i * clusters < pairs * cols; i += 2) {
             tile_of<16>(first + i * clusters, pairs, cols, &pair, &col);
             float sum[128] = {};
-            wait(&b->turn[me], (i / 2 + 1 - me) % 2);  // the first turn is warpgroup 0's: it passes at once
+            wait(&b->turn[me], (i / 2 + 1 - me) % 2);  // the first turn is warpgroup 0's, without a wait
             int use = i * steps;
             for (int step = 0; step < steps; step++, use++) {
                 const bf16* a = tiles + use % STAGES * STAGE;
@@ -178,7 +178,7 @@ ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
                 wgmma_wait<1>(sum);
                 if (step > 0) give_back(b, use - 1);
             }
-            if (lane == 0) arrive(&b->turn[1 - me]);  // my products are all in the queue: the other's may follow
+            if (lane == 0) arrive(&b->turn[1 - me]);  // all my wgmma are queued: the other's may follow
             wgmma_wait<0>(sum);
             give_back(b, use - 1);
             int row = (pair * CLUSTER + rank) * BM;
@@ -192,7 +192,7 @@ ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
 
 // ----------------------------------------------------------------------------------------------------- the host's part
 
-// A [M, K] or, across, [K, M]; B [N, K] or [K, N]. Only rung 11 takes factors that lie across.
+// A [M, K] or, transposed, [K, M]; B [N, K] or [K, N]. Only rung 11 takes transposed factors.
 static const char* run(int rung, bool a_across, bool b_across, int M, int N, int K, const bf16* A, const bf16* B, bf16* C,
                        void* stream) {
     auto kernel = rung == 12 ? ping_pong

@@ -3,15 +3,15 @@
 //     elu(x)  = x           for x > 0          gradient from the output:   1        for y > 0
 //             = α (eˣ - 1)  otherwise                                      y + α    otherwise      (αeˣ = y + α)
 //
-// ELU is bound by memory: a few operations on 4 bytes that have to come from DRAM. What counts is how many bytes
-// travel; the arithmetic is free as long as it hides behind them. elu.py builds, runs and checks this file.
+// ELU is bound by memory: a few operations on 4 bytes that have to come from DRAM. Its time is the bytes
+// moved; the arithmetic is free as long as it overlaps them. elu.py builds, runs and checks this file.
 //
 // In ncu look at: "DRAM throughput"; for diverge, "average active threads per warp".
 #include "cuda_on_cpu.h"
 
 __device__ inline float elu(float x, float alpha) { return x > 0 ? x : alpha * expm1f(x); }  // expm1f: exact near 0
 
-// Four neighbours per thread by one 16-byte load and one store; the thread at the end takes what is left singly.
+// Four neighbours per thread by one 16-byte load and one store; the last thread takes the rest one by one.
 // NaN fails `x > 0`, goes through expm1f and stays NaN.
 __global__ void elu_forward(int n, float alpha, global<const float> x, global<float> y) {
     int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
@@ -25,7 +25,7 @@ __global__ void elu_forward(int n, float alpha, global<const float> x, global<fl
 
 __device__ inline float elu_gradient(float y, float dy, float alpha) { return y > 0 ? dy : dy * (y + alpha); }
 
-// From y instead of x: x need not be kept, and no exponential is computed.
+// From y instead of x: x need not be saved, and no exponential is computed.
 __global__ void elu_backward(int n, float alpha, global<const float> y, global<const float> dy, global<float> dx) {
     int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
     if (i + 3 < n) {
@@ -39,9 +39,9 @@ __global__ void elu_backward(int n, float alpha, global<const float> y, global<c
 
 // -------------------------------------------------------------------------------------------------------- divergence
 
-// Half of the elements take one path, half the other. The 32 lanes of a warp have one instruction between them: when
-// they disagree, the warp goes both ways, one after the other, each time with half of its lanes switched off. With
-// by_warp = 1 whole warps agree, and go one way: half of these instructions.
+// Half of the elements take one path, half the other. The 32 lanes of a warp share one instruction: when they
+// disagree, the warp takes both paths, one after the other, each time with half of its lanes masked. With
+// by_warp = 1 all lanes of a warp agree and take one path: half of these instructions.
 __global__ void diverge(int n, int by_warp, global<const float> x, global<float> y) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -58,8 +58,8 @@ __global__ void diverge(int n, int by_warp, global<const float> x, global<float>
 
 // ------------------------------------------------------------------------------------------------------------ fusion
 
-// gelu(x + bias) = t · Φ(t) with t = x + bias. In three kernels t and Φ(t) go to memory and come back:
-//     x -> t, t -> Φ, (t, Φ) -> y: 2n + 2n + 3n numbers travel. In one kernel: 2n. (And bias, which is short.)
+// gelu(x + bias) = t · Φ(t) with t = x + bias. In three kernels t and Φ(t) are written and read again:
+//     x -> t, t -> Φ, (t, Φ) -> y: 2n + 2n + 3n elements moved. In one kernel: 2n. (And a short bias.)
 __device__ inline float normal_cdf(float t) { return 0.5f * (1.0f + erff(t * 0.70710678f)); }
 
 __global__ void add_bias(int n, int columns, global<const float> x, global<const float> bias, global<float> t) {

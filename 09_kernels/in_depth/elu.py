@@ -1,31 +1,31 @@
 """Chapter 9, ELU four ways: the same elementwise function as PyTorch calls, compiled, in Triton and in CUDA.
 
-The problem. ELU(x) = x for x > 0, α(eˣ − 1) otherwise (1511.07289). Written in PyTorch, it is one line and five
-kernels: clamp, expm1, multiply, compare, where. Each reads its inputs from memory and writes its output back, and
-memory is what an elementwise kernel waits for. One kernel would read x, write y, and keep the rest in registers.
+The problem. ELU(x) = x for x > 0, α(eˣ − 1) otherwise (1511.07289). In PyTorch it is one line and five
+kernels: clamp, expm1, multiply, compare, where. Each reads its inputs from memory and writes its output, and
+an elementwise kernel is bound by memory. One kernel would read x, write y, and keep the rest in registers.
 
-The idea. Four ways to that one kernel, from least to most work for the person who writes it:
+The idea. Four ways to that one kernel, from least to most work for the programmer:
 
-    eager      torch.where(x > 0, x, α·expm1(x))      the reference; every step is a trip to memory and back
+    eager      torch.where(x > 0, x, α·expm1(x))      the reference; every step reads and writes memory
     compile    torch.compile(eager)                   writes the fused kernel for you, in Triton (on a CPU, in C++)
     triton     elu_forward, elu_backward below        you write a block of elements; the compiler, the threads
     cuda       elu.cu                                 you write a thread
 
-    bytes that travel in forward, n numbers of 4 bytes (a truth value has 1):
+    bytes moved in forward, n elements of 4 bytes (a boolean has 1):
       eager    clamp 8n, expm1 8n, multiply 8n, compare 5n, where 13n    = 42 n
       fused    x in, y out                                               =  8 n
-    backward from the output: dx = dy where y > 0, else dy·(y + α), because α eˣ = y + α. It keeps y alone, which the
-    next layer keeps anyway, and computes no exponential.
+    backward from the output: dx = dy where y > 0, else dy·(y + α), because α eˣ = y + α. It saves only y,
+    which the next layer also saves, and computes no exponential.
 
-How to read what torch.compile wrote: `python elu.py --show`. On a GPU look for `@triton.jit`: xindex is the number of
-the element, xmask the guard at the end, each tmp one step of the formula; there is one tl.load and one tl.store. On a
-CPU it is C++: the same tmps in a vectorised loop. Two demonstrations, in elu.cu too:
+How to read what torch.compile generates: `python elu.py --show`. On a GPU look for `@triton.jit`: xindex is
+the index of the element, xmask the guard at the end, each tmp one step of the formula; there is one tl.load
+and one tl.store. On a CPU it is C++: the same tmps in a vectorised loop. Two demonstrations, also in elu.cu:
 
-    divergence    lanes of a warp that disagree at an `if` go both ways, one after the other
-    fusion        bias + GELU in three kernels moves 7n numbers, in one 2n
+    divergence    lanes of a warp that disagree at an `if` take both paths, one after the other
+    fusion        bias + GELU in three kernels moves 7n elements, in one 2n
 
     python elu.py                   all versions against float64, divergence and fusion counted; ends with PASS
-    python elu.py --compile         torch.compile as well (it takes a while on a CPU)
+    python elu.py --compile         also torch.compile (it takes a while on a CPU)
     python elu.py --show            the code that torch.compile generates for forward and backward
 """
 
@@ -41,7 +41,7 @@ from typing import NoReturn
 import torch
 import torch.nn.functional as F
 from _cuda import FORWARD, Counters, CudaError, call
-from _interpreter import INTERPRETED, tl, triton  # Triton, run by Python where there is no GPU
+from _interpreter import INTERPRETED, tl, triton  # Triton, run by Python without a GPU
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,7 +53,7 @@ VERSIONS = ("eager", "compile", "triton", "cuda")
 
 
 def elu_eager(x: Tensor, alpha: float = 1.0) -> Tensor:
-    """As one would write it. expm1, not exp - 1: near 0 the difference of two numbers near 1 has no digits left.
+    """The direct form. expm1, not exp - 1: near 0 the difference of two values near 1 has no digits left.
 
     Both branches of `where` are computed, for every element, and autograd differentiates both: for x > 88 the unused
     one is inf, its gradient inf · 0 = NaN. Hence the clamp, which changes no value that is used.
@@ -66,7 +66,7 @@ def elu_eager(x: Tensor, alpha: float = 1.0) -> Tensor:
 
 @triton.jit
 def forward_kernel(X, Y, n, alpha, BLOCK: tl.constexpr):
-    """One program, BLOCK neighbours. Values are computed in fp32, whatever the dtype in memory."""
+    """One program, BLOCK neighbours. Values are computed in fp32, for any dtype in memory."""
     # --- exercise 9.21: load a block, guard its end, apply ELU, store ---
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + i, mask=i < n).to(tl.float32)
@@ -91,7 +91,7 @@ def backward_kernel(Y, DY, DX, n, alpha, BLOCK: tl.constexpr):
 
 
 class Elu(torch.autograd.Function):
-    """y = ELU(x) by kernels that neither PyTorch nor autograd know: here both directions are told."""
+    """y = ELU(x) by kernels unknown to PyTorch and autograd: both directions are defined here."""
 
     @staticmethod
     def forward(ctx, x: Tensor, alpha: float, version: str, order: int) -> Tensor:
@@ -111,7 +111,7 @@ class Elu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor):
         (y,) = ctx.saved_tensors
-        dy = dy.contiguous()  # the gradient of a sum comes as one number with strides of 0
+        dy = dy.contiguous()  # the gradient of a sum is one element with strides of 0
         dx = torch.empty_like(dy)
         if ctx.version == "triton" and dy.numel():
             with torch.cuda.device_of(dy):
@@ -123,7 +123,7 @@ class Elu(torch.autograd.Function):
 
 
 def elu(x: Tensor, alpha: float = 1.0, version: str = "triton", *, order: int = FORWARD) -> Tensor:
-    """ELU of any shape and strides. `order` is that of the CUDA threads on a CPU.
+    """ELU of any shape and strides. `order` is the order of the CUDA threads on a CPU.
 
     Raises ValueError, in one line, for what a version cannot do.
     """
@@ -140,7 +140,7 @@ def check_elu(x: Tensor, alpha: float, version: str) -> None:
         raise ValueError(f"version {version!r} does not exist; there are {', '.join(VERSIONS)}")
     if not alpha >= 0:  # also NaN
         raise ValueError(f"alpha {alpha} must be 0 or more: with a negative one the sign of y does not tell that of x")
-    narrow = () if INTERPRETED else (torch.bfloat16,)  # Triton's interpreter computes wrongly with bf16
+    narrow = () if INTERPRETED else (torch.bfloat16,)  # Triton's interpreter is wrong for bf16
     allowed = {"cuda": (torch.float32,), "triton": (torch.float32, torch.float16, *narrow)}.get(version)
     if allowed and x.dtype not in allowed:
         raise ValueError(f"version {version} takes {' or '.join(str(d) for d in allowed)}, not {x.dtype}; cast x first")
@@ -161,12 +161,12 @@ def divergence(n: int = 4096) -> dict[str, Counters]:
 
 
 def new_output(x: Tensor, poisoned: bool) -> Tensor:
-    """Room for a result like x. Poisoned with NaN, a number that no kernel wrote cannot look right."""
+    """Memory for a result like x, poisoned with NaN so that an unwritten element cannot look right."""
     return torch.full_like(x, float("nan")) if poisoned else torch.empty_like(x)
 
 
 def gelu_in_three(x: Tensor, bias: Tensor, *, counting: bool = False) -> tuple[Tensor, list[Counters]]:
-    """gelu(x + bias) by three kernels, and what each of them moved (if counting)."""
+    """gelu(x + bias) by three kernels, and the counters of each (if counting)."""
     t, u, y = (new_output(x, poisoned=counting) for _ in range(3))
     n, columns = x.numel(), bias.numel()
     counted = [
@@ -194,7 +194,7 @@ class Traffic(TorchDispatchMode):
 
 
 def numbers_moved(counted: list[Counters], n: int, kernels_with_bias: int = 1) -> float:
-    """How many times n numbers were read or written. The bias, which a cache would keep, is left out."""
+    """How many times n elements were read or written, without the bias, which would be cached."""
     sectors = sum(c.load_sectors + c.store_sectors for c in counted) - kernels_with_bias * n // 8
     return sectors * 8 / n
 
@@ -207,9 +207,9 @@ def rms(x: Tensor) -> float:
 
 
 def errors(x: Tensor, alpha: float, run: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-    """Errors of y and dx, each over those of F.elu in the same precision, all against float64.
+    """Errors of y and dx, each over the error of F.elu in the same precision, all against float64.
 
-    PyTorch's in-place ELU takes the gradient from the output, too, so it is the one to be compared with.
+    The comparison is with PyTorch's in-place ELU, which also takes the gradient from the output.
     """
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
     results = []
@@ -220,7 +220,7 @@ def errors(x: Tensor, alpha: float, run: Callable[[Tensor], Tensor]) -> tuple[fl
         assert leaf.grad is not None
         results.append((y.detach().double(), leaf.grad.double()))
     want, theirs, ours = results
-    floor = torch.finfo(x.dtype).eps / 8  # where PyTorch is exact by luck, ours need not be
+    floor = torch.finfo(x.dtype).eps / 8  # PyTorch may be exact by chance
     pairs = []
     for i in range(2):
         scale = rms(want[i])
@@ -262,7 +262,7 @@ def main() -> int:
     if options.show and given:
         parser.error(f"--show prints the code and ends; leave out {' '.join(given)}")
     if int(os.environ.get("RANK", 0)) != 0:
-        return 0  # a kernel is the business of one device; under torchrun the first rank does it
+        return 0  # a kernel uses one device; under torchrun only rank 0 runs it
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         if options.show:

@@ -1,19 +1,19 @@
-// Chapter 9: attention in CUDA for Hopper, forward. One warp orders tiles, two warpgroups compute, and take turns.
+// Chapter 9: attention in CUDA for Hopper, forward. One warp requests tiles, two warpgroups compute in turns.
 //
 //     out = softmax(q kᵀ / sqrt(D)) v,  LSE       q, out [B, S_q, N, D], k, v [B, S_k, N_kv, D] bf16; LSE [B, N, S_q]
 //
-// The problem. For a score the tensor cores do 4 D operations and the special function units one exponential. In a clock
-// an SM does 4096 such operations (2048 multiply-adds of bf16) and 16 exponentials: a tile of 128 x 128 with D = 128 is
-// 2048 clocks of products and 1024 of exponentials; with D = 64, 1024 of each. One after the other, the tensor cores
-// would idle for a third of the time, or for half of it.
+// The problem. Per score the tensor cores do 4 D operations and the special function units one exponential.
+// Per cycle an SM does 4096 such operations (2048 multiply-adds) and 16 exponentials: a tile of 128 x 128
+// with D = 128 is 2048 cycles of matmuls and 1024 of exponentials; with D = 64, 1024 of each. In sequence,
+// the tensor cores would be idle for a third of the time, or for half of it.
 //
 // The idea (FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2). Let both be busy, in two ways:
-//   between warpgroups   "ping-pong": two of them own 64 queries each. A turn at the tensor cores goes to and fro, and
-//                        who does not have it computes exponentials
-//   within a warpgroup   in turn j it orders the scores of tile j *and* the values of tile j - 1, whose weights it has.
-//                        It waits for the scores only, and the values come while it works on these
+//   between warpgroups   "ping-pong": two own 64 queries each and alternate at the tensor cores; the other
+//                        one computes exponentials
+//   within a warpgroup   in turn j it issues the scores of tile j *and* the values of tile j - 1. It waits
+//                        only for the scores, and works on them while the values are computed
 //
-//     producer      Q K0 V0 | K1 V1 | K2 V2 ...           waits for "empty", orders, the copy engine signals "full"
+//     producer      Q K0 V0 | K1 V1 | K2 V2 ...           waits for "empty"; the copy engine signals "full"
 //     consumer 0    QK0 . . . . . QK1 PV0 . . . . QK2 PV1
 //                       softmax 0         softmax 1            = between its own turns
 //     consumer 1          QK0 . . . . . QK1 PV0 . . . . QK2 PV1
@@ -24,22 +24,22 @@
 //                         columns
 //     registers           scores [64, 128]: 64 of a thread; out [64, D]: D/2; weights in bf16: 32
 //
-// A third idea makes tiles overlap as well: a block is *persistent*. There are as many blocks as multiprocessors, and each
-// takes one tile of queries after the other. So barriers are made once, Q and the first K and V of the next tile come
-// while this one is still computed, and one consumer writes its rows out while the other has the tensor cores. The
-// order is fixed beforehand. Under a causal mask the last tile of queries has most to do, and the first least: a block
-// takes them in pairs, the long one first, so that all pairs cost the same. Neighbouring blocks have the same head, whose
-// K and V they find in the L2 cache.
+// A third idea also overlaps tiles: a block is *persistent*. There are as many blocks as multiprocessors, and
+// each takes one tile of queries after the other. So barriers are initialised once, Q and the first K and V
+// of the next tile are loaded while this one is computed, and one consumer writes its rows while the other
+// has the tensor cores. The order is fixed in advance. Under a causal mask the last tile of queries has most
+// work, and the first least: a block takes them in pairs, the long one first, so that all pairs cost the
+// same. Neighbouring blocks have the same head, so that its K and V are in the L2 cache.
 //
 //     8 tiles of queries    keys 1 2 3 4 5 6 7 8        block 0: tiles 7, 0     block 2: tiles 5, 2
 //                           tile 0 1 2 3 4 5 6 7        block 1: tiles 6, 1     block 3: tiles 4, 3      9 tiles of keys each
 //
 // Q·Kᵀ leaves its result where P·V wants its left factor: thread for thread, the accumulator's pairs are the pairs of
-// the operand. So the weights never see shared memory. (The sum of the weights is of fp32, before they are rounded.)
+// the operand. So the weights never use shared memory. (The sum of the weights is in fp32, before rounding.)
 //
-// Fences for the order of memory are in ptx.h's barriers; the CPU emulation checks everything else. What FA3 has beside
-// this: windows, packed sequences, and a block that asks a counter for its next tile, so that the last ones are spread
-// evenly. In 8 bits: see flash_attention_fp8.cu.
+// Fences for the order of memory are in ptx.h's barriers; the CPU emulation checks everything else. FA3 also
+// has windows, packed sequences, and a counter from which blocks take their next tile, so that the last ones
+// are balanced. In 8 bits: see flash_attention_fp8.cu.
 #include "ptx_attention.h"
 
 constexpr int ROWS = 128, KEYS = 128, STAGES = 2;
@@ -50,9 +50,9 @@ constexpr int shared_bytes(int D) { return (2 * ROWS + 2 * STAGES * KEYS) * D * 
 // Of each head the pairs of tiles of queries: the first and the last, the second and the last but one, ...
 __host__ __device__ inline int pairs_of_tiles(int S_q) { return ((S_q + ROWS - 1) / ROWS + 1) / 2; }
 
-// The work of one block, tile of queries after tile of queries. Producer and consumers each go through it for themselves,
-// and all meet the same tiles in the same order. Pairs of a head are counted first, then heads, then sequences; it counts
-// without dividing, since the constants of a division would be in registers all the time.
+// The work of one block, tile of queries after tile of queries. Producer and consumers each iterate over it,
+// and all get the same tiles in the same order. Pairs of a head are counted first, then heads, then
+// sequences, without divisions, whose constants would occupy registers all the time.
 struct Work {
     int S_q, S_k, N, B, last, p = 0, half = -1;  // half: of the pair; -1 before the first
     int row0, tiles, n = 0, b = 0;  // of the tile that `next` has found: its first row, its tiles of keys, head, sequence
@@ -64,7 +64,7 @@ struct Work {
     }
     __device__ bool next() {
         int last_tile = (S_q + ROWS - 1) / ROWS - 1;
-        if (half == 0 && p != last_tile - p) half = 1;  // of an odd number the middle one is alone
+        if (half == 0 && p != last_tile - p) half = 1;  // the middle one of an odd number is single
         else advance(half < 0 ? blockIdx.x : gridDim.x), half = 0;
         if (b >= B) return false;
         row0 = (half ? p : last_tile - p) * ROWS;  // causal: the longer one of the pair first
@@ -75,10 +75,10 @@ struct Work {
     }
 };
 
-// One tile of scores [64, 128] of a warpgroup becomes weights 2^(scale · score - maximum). Thread t holds rows
-// t/32·16 + t%32/4 (0) and 8 below (1), and of every 8 keys the pair t%4·2: four neighbouring lanes hold a row.
-// The upper one of my two rows sees the keys up to `last`, the lower one 8 more, and none lies beyond `end`; in a tile
-// that is not cut, all rows see all keys.
+// One tile of scores [64, 128] of a warpgroup becomes weights 2^(scale · score - maximum). Thread t holds
+// rows t/32·16 + t%32/4 (0) and 8 below (1), and of every 8 keys the pair t%4·2: four neighbouring lanes hold
+// a row. The upper one of my two rows sees the keys up to `last`, the lower one 8 more, and all keys are
+// below `end`; in a full tile, all rows see all keys.
 __device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total)[2], float (&shrink)[2], int key0,
                                int last, int end, bool cut, float scale) {
     if (cut) {
@@ -97,9 +97,9 @@ __device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
         float safe = largest == -INFINITY ? 0.0f : largest * scale;  // a row that has seen no key: 2^(-inf - 0) = 0
-        shrink[r] = exp2_fast(m[r] * scale - safe);                   // what was summed was relative to the old maximum
+        shrink[r] = exp2_fast(m[r] * scale - safe);  // earlier sums were relative to the old maximum
         m[r] = largest;
-        total[r] *= shrink[r];  // of this thread's keys; the four lanes of a row are added up at the end
+        total[r] *= shrink[r];  // of this thread's keys; the four lanes of a row are summed at the end
 #pragma unroll
         for (int i = 2 * r; i < 64; i += 4) {
             scores[i] = exp2_fast(scores[i] * scale - safe);
@@ -109,24 +109,24 @@ __device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total
     }
 }
 
-// The 16 rows of a warp out. They are written into shared memory, in the swizzle that the copy engine takes back out: the
-// 32 lanes of a store then find 32 banks, and global memory is written in rows of 128 bytes. (Straight there, they would
-// write 16 bytes in each of 8 rows.) What lies beyond the last query is left out by the engine. `share`: the factors of
-// the two rows of a thread. `to`: this warp's place, [16, D] in panels.
+// Write the 16 rows of a warp. They are stored in shared memory in the swizzle that the copy engine undoes:
+// the 32 lanes of a store then use 32 banks, and global memory is written in rows of 128 bytes. (Direct
+// stores would write 16 bytes in each of 8 rows.) The engine skips rows beyond the last query. `share`: the
+// factors of the two rows of a thread. `to`: this warp's buffer, [16, D] in panels.
 template <int D>
 __device__ inline void put_rows(const HeadMap* out, bf16* to, const float (&sum)[D / 2], const float (&share)[2], int b,
                                 int row, int n, int S_q) {
     int lane = threadIdx.x % 32;
-    if (lane == 0) out_wait<0>();  // what I wrote out last has been read,
-    __syncwarp();                  // and all lanes know
+    if (lane == 0) out_wait<0>();  // my last output has been read,
+    __syncwarp();                  // for all lanes
 #pragma unroll
     for (int c = 0; c < D / 2; c += 2) {
         int column = c / 4 * 8, r = c / 2 % 2, panel = column / PANEL;
         bf16* pair = to + panel * 16 * PANEL + swizzled(lane / 4 + 8 * r, column % PANEL / 8) + lane % 4 * 2;
         put_shared(pair, sum[c] * share[r], sum[c + 1] * share[r]);
     }
-    shared_is_written();  // each lane says so for itself,
-    __syncwarp();         // all have, and one asks
+    shared_is_written();  // per lane,
+    __syncwarp();         // then one lane requests
     if (lane == 0 && row < S_q) {
         for (int p = 0; p < D / PANEL; p++) copy_panel_out(out, b, row, n, p * PANEL, to + p * 16 * PANEL);
         out_commit();
@@ -158,7 +158,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
     }
     __syncthreads();
     Work work(S_q, S_k, N, B, last);
-    int use = 0, round = 0;  // tiles of keys, and of queries, that came before; each use of a stage ends two phases
+    int use = 0, round = 0;  // earlier tiles of keys, and of queries; each use of a stage ends two phases
 
     if (warpgroup == 0) {  // --------------------------------------------------------------------------- the producer
         keep_registers<40>();
@@ -172,7 +172,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         };
         while (work.next()) {
             note_tiles(work.tiles);
-            if (work.tiles == 0) continue;  // nobody sees a key: the consumers load nothing either
+            if (work.tiles == 0) continue;  // no query sees a key: consumers also load nothing
             wait(&q_empty, (round + 1) % 2);
             arrive_and_expect(&q_full, ROWS * D * 2);
             for (int p = 0; p < D / PANEL; p++)
@@ -215,7 +215,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         wgmma_fence();
         if (t % 128 == 0) note_turn(me);
     };
-    auto pass_turn = [&] {  // what was ordered is in the queue of the tensor cores: what comes now is behind it
+    auto pass_turn = [&] {  // my wgmma are in the queue of the tensor cores: the other's are behind them
         if (lane == 0) arrive(&turns[1 - me]);
     };
     auto done_with = [&](uint64_t* empty) {
@@ -245,7 +245,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         if (tiles > 0) {
             wait(&q_full, round % 2);
             wait(&k_full[use % STAGES], use / STAGES % 2);
-            take_turn(use + round);  // before this tile of queries each had one turn more than it met tiles of keys
+            take_turn(use + round);  // before this tile of queries each had one turn more than tiles of keys
             order_scores(use);
             pass_turn();
             wgmma_done<0>(scores);
@@ -260,20 +260,20 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
                 order_scores(i);
                 order_values(i - 1);
                 pass_turn();
-                wgmma_done<1>(scores);  // all but the group ordered last: the scores are there, the values may not be
+                wgmma_done<1>(scores);  // all but the last group: scores are ready, values perhaps not
                 done_with(&k_empty[i % STAGES]);
                 weigh(j);
                 // Unless a branch lies between, ptxas moves the wait below before the exponentials: the overlap is gone.
-                // So the values of the next turn are waited for here: they are nearly always there, and it is a loop.
+                // So wait for the values of the next turn here, in a loop: they are nearly always ready.
                 settle(scores);
                 wait(&v_full[i % STAGES], i / STAGES % 2);
                 wgmma_done<0>(sum);
                 done_with(&v_empty[(i - 1) % STAGES]);
 #pragma unroll
                 for (int c = 0; c < D / 2; c++) sum[c] *= shrink[c / 2 % 2];
-                pack_weights();  // not earlier: the product of the tile before was still reading them
+                pack_weights();  // not earlier: the previous tile's wgmma was still reading them
             }
-            done_with(&q_empty);  // all scores of these queries are there: the next ones may come
+            done_with(&q_empty);  // all scores of these queries are done: the next queries may be loaded
             use += tiles;
             take_turn(use + round);
             round++;
@@ -296,7 +296,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         }
         put_rows<D>(&out, O + (me * 4 + warp) * 16 * D, sum, share, work.b, my_row0 + warp * 16, work.n, S_q);
     }
-    if (lane == 0) out_wait<0>();  // shared memory is there until it has been read
+    if (lane == 0) out_wait<0>();  // keep shared memory until it has been read
 }
 
 // ---------------------------------------------------------------------------------------------------- the host's part
@@ -324,8 +324,8 @@ extern "C" const char* run_attention(int D, int B, int S_q, int S_k, int N, int 
 }
 
 #ifndef __CUDACC__
-// For the tests, of the launch before: which consumer ordered products, in this order; and the tiles of keys of each
-// tile of queries that a block took. Both return how many there are.
+// For the tests, of the last launch: which consumer issued wgmma, in this order; and the tiles of keys of
+// each tile of queries that a block took. Both return the number of entries.
 extern "C" int attention_turns(int* to, int room) { return cuda_on_cpu::copied(cuda_on_cpu::turns, to, room); }
 extern "C" int attention_tiles(int* to, int room) { return cuda_on_cpu::copied(cuda_on_cpu::tiles_taken, to, room); }
 #endif

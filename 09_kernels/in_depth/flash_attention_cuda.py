@@ -1,35 +1,35 @@
 """FlashAttention in CUDA for Hopper, forward: warps that only load, and warps that only compute.
 
-Problem. On a Hopper GPU the tensor cores are so fast that everything around them shows. A warp that has to ask for the
-next tile, wait for it, and only then issue the product, leaves them idle. While it computes exponentials, of which a
-multiprocessor does 16 per cycle against 2048 multiply-adds, they idle as well. FlashAttention-3 divides the labour, and
-owes its speed to two things besides: two groups of warps take turns at the tensor cores, and a group computes the
-softmax of one tile while the values of the tile before it are still being multiplied. (Triton divides the warps of a
-loop that is marked `warp_specialize=True`. It cannot say either of the two.)
+Problem. On a Hopper GPU the tensor cores are so fast that all other work shows. A warp that requests the next
+tile, waits for it, and only then issues the matmul, leaves them idle. They are also idle while it computes
+exponentials, of which a multiprocessor does 16 per cycle against 2048 multiply-adds. FlashAttention-3
+specialises the warps. Its speed has two more sources: two groups of warps alternate at the tensor cores, and
+a group computes the softmax of one tile while the values of the previous tile are still being multiplied.
+(Triton specialises the warps of a loop with `warp_specialize=True`, but cannot express either of the two.)
 
-Idea. One file of CUDA, flash_attention_cuda.cu, with the instructions of ptx.h (rungs 9 and 10 of the ladder) and of
-ptx_attention.h. A block of 384 threads has 128 queries of one head, and then another 128: there is one block for each
-multiprocessor, and it takes tiles of queries until none is left. The next tile is loaded, and the one before is written
-out by the copy engine, while the tensor cores are busy:
+Idea. One CUDA file, flash_attention_cuda.cu, with the instructions of ptx.h (rungs 9 and 10 of the ladder)
+and ptx_attention.h. A block of 384 threads processes 128 queries of one head, and then another 128: there is
+one block per multiprocessor, which takes query tiles until none is left. The copy engine loads the next tile
+and writes the previous one while the tensor cores are busy:
 
-    producer      1 warp       orders tiles of 128 keys and values from the copy engine, as fast as stages are free
+    producer      1 warp       requests tiles of 128 keys and values when stages are free
     consumer 0    4 warps      queries 0..63       turn | softmax | turn | softmax | ...
     consumer 1    4 warps      queries 64..127          | turn | softmax | turn | ...         turn = the tensor cores
 
-Forward only; its gradients are those of flash_kernels.py on a GPU and of flash_tiles.py on a CPU, from this output and
-this log-sum-exp. bf16, head dims 64 and 128, causal (with any offset) or all keys, K/V heads shared by groups.
+Forward only; gradients are from flash_kernels.py on a GPU and flash_tiles.py on a CPU, with this output and
+log-sum-exp. bf16, head dims 64 and 128, causal (with any offset) or all keys, grouped K/V heads.
 
-Formulas: in flash_tiles.py. FLOPs 4 · B · N · S² · D, half of it if causal. Bytes asked of global memory, tiles of 128:
-    Q and out once; K and V once for each tile of queries that sees them       `sectors` below; counted on the CPU
+Formulas: in flash_tiles.py. FLOPs 4 · B · N · S² · D, half if causal. Requested bytes, tiles of 128:
+    Q and out once; K and V once per query tile that sees them       `sectors` below; counted on the CPU
 Paper: FlashAttention-3, Shah et al. 2024 (arXiv 2407.08608), algorithm 2 and section 3.1.
 
-Without a GPU the kernel runs on the CPU, thread by thread (cuda_on_cpu.h), in any order of its warps: that shows what
-it computes, whether a barrier is missing, and who had the tensor cores when. It shows no time.
+Without a GPU the kernel runs on the CPU, thread by thread (cuda_on_cpu.h), in any order of its warps. That
+shows the results, missing barriers, and the turns at the tensor cores. It shows no time.
 
     python flash_attention_cuda.py                      errors against float64, in three orders of the threads
     python flash_attention_cuda.py --head-dim 128 --seq 200 --keys 150
     python flash_attention_cuda.py --resources          registers, stack, shared memory (needs nvcc, but no GPU)
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from torch import Tensor
 
 # Legend of shapes: B batch, S sequence (S_q queries, S_k keys), N query heads, N_kv key/value heads, D head dim.
 SOURCE, ROWS, KEYS, THREADS = "flash_attention_cuda.cu", 128, 128, 384
-HEADERS = ("ptx_attention.h",)  # what SOURCE includes beside the two headers that every source does
+HEADERS = ("ptx_attention.h",)  # what SOURCE includes besides the two common headers
 HEAD_DIMS = (64, 128)
 
 
@@ -64,7 +64,7 @@ def cuda_forward(
     dtype: torch.dtype | None = torch.bfloat16,
     order: int = FORWARD,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, S_q, N, D] in bf16 and LSE [B, N, S_q] in fp32; `order` is of the threads, on the CPU.
+    """out [B, S_q, N, D] in bf16 and LSE [B, N, S_q] in fp32; `order`: of the threads on the CPU.
 
     ValueError, in one line, for what the kernel cannot do.
     """
@@ -81,7 +81,7 @@ def cuda_forward(
 
 
 def fit(x: Tensor) -> Tensor:
-    """x itself if it is contiguous from an address that 16 divides, as the copy engine wants it; else a copy."""
+    """x if contiguous at an address that 16 divides, as the copy engine requires; otherwise a copy."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
@@ -114,7 +114,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, window: int | None, dtype: torch.dtyp
 
 
 def cuda_backward(*arguments, **options) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from this kernel's out and LSE: in Triton, or where that is interpreted (wrongly in bf16) in tiles."""
+    """dq, dk, dv from this kernel's out and LSE: in Triton, or if interpreted (wrong in bf16) in tiles."""
     return (tiled_backward if INTERPRETED else triton_backward)(*arguments, **options)
 
 
@@ -122,7 +122,7 @@ CUDA = Version(cuda_forward, cuda_backward)  # flash_attention(..., version=CUDA
 
 
 def tiles_of_keys(S_q: int, S_k: int, last: int) -> list[int]:
-    """For each tile of queries, the number of tiles of keys that it walks along."""
+    """For each tile of queries, the number of its tiles of keys."""
     # --- exercise 9.42: the tiles of keys that a tile of queries needs ---
     ends = (min(min(row + ROWS, S_q) + last, S_k) for row in range(0, S_q, ROWS))
     return [max(0, -(-end // KEYS)) for end in ends]
@@ -130,7 +130,7 @@ def tiles_of_keys(S_q: int, S_k: int, last: int) -> list[int]:
 
 
 def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
-    """Sectors of 32 bytes that the kernel asks for: Q where a tile sees any key, K and V for each tile that does."""
+    """Requested sectors of 32 bytes: Q if a tile sees any key, K and V for each such tile."""
     tokens = 0
     for row, tiles in zip(range(0, S_q, ROWS), tiles_of_keys(S_q, S_k, last), strict=True):
         tokens += (min(ROWS, S_q - row) if tiles else 0) + 2 * min(tiles * KEYS, S_k)
@@ -138,12 +138,12 @@ def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
 
 
 def turns(source: str = SOURCE, headers: tuple[str, ...] = HEADERS) -> list[int]:
-    """Who had the tensor cores, turn after turn, in the launch before (on the CPU): consumer 0 or 1."""
+    """The consumer, 0 or 1, of each turn at the tensor cores in the last launch (on the CPU)."""
     return recorded("attention_turns", source, headers)
 
 
 def tiles_taken(source: str = SOURCE, headers: tuple[str, ...] = HEADERS) -> list[int]:
-    """For each tile of queries that a block took, block after block and in its order: the tiles of keys that it met."""
+    """For each tile of queries, in order of blocks and within a block: the number of its tiles of keys."""
     return recorded("attention_tiles", source, headers)
 
 
@@ -157,7 +157,7 @@ def recorded(what: str, source: str, headers: tuple[str, ...]) -> list[int]:
 
 
 def errors(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int) -> tuple[float, float]:
-    """(of out, of the LSE) against float64: the largest, out's relative to its largest element. NaN if there is one."""
+    """Largest errors of out (relative to its largest element) and LSE against float64. NaN if any."""
     exact = [x.double() for x in (q, k, v)]
     want = explicit_attention(*exact, causal=causal, offset=offset)
     rows = exact[0].unflatten(2, (k.shape[2], -1))  # [B, S_q, N, D] -> [B, S_q, N_kv, G, D]
@@ -171,7 +171,7 @@ def errors(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bo
 
 
 def inputs(B: int, S_q: int, S_k: int, N: int, N_kv: int, D: int, device: str, seed: int = 0) -> list[Tensor]:
-    """q, k and v in bf16, each inside a field of NaN: a kernel that reads beyond them cannot look right."""
+    """q, k and v in bf16, each inside a field of NaN, so that reads beyond them show."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for shape in ((B, S_q, N, D), (B, S_k, N_kv, D), (B, S_k, N_kv, D)):
@@ -204,7 +204,7 @@ def main() -> int:
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         parser.error(f"{torch.cuda.get_device_name()} is no sm_90, and wgmma exists there only; hide it to emulate")
     if int(os.environ.get("RANK", 0)) != 0:
-        return 0  # a kernel is the business of one device; under torchrun the first rank does it
+        return 0  # a kernel uses one device; under torchrun only rank 0 runs it
     try:
         wrong = fits() if args.resources else demo(args, device)
     except (CudaError, ValueError) as error:
@@ -214,7 +214,7 @@ def main() -> int:
 
 
 def fits() -> list[str]:
-    used = resources(SOURCE, "sm_90a")["attention_forward"]  # of both head dims the more demanding one
+    used = resources(SOURCE, "sm_90a")["attention_forward"]  # the maximum over both head dims
     print(f"sm_90a: {used.registers} registers a thread, {used.stack} bytes of stack, {used.spills} spilled")
     return [f"{used.stack} bytes of stack, {used.spills} spilled: numbers in local memory"] * bool(
         used.stack + used.spills
@@ -252,7 +252,7 @@ def demo(args: argparse.Namespace, device: str) -> list[str]:
 
 
 def count(given: list[Tensor], last: int) -> int:
-    """Sectors that the kernel asks for on the CPU."""
+    """Sectors that the kernel requests on the CPU."""
     (B, S_q, N, D), (S_k, N_kv) = given[0].shape, given[1].shape[1:3]
     out, lse = torch.empty(B, S_q, N, D, dtype=torch.bfloat16), torch.empty(B, N, S_q)
     sizes = (D, B, S_q, S_k, N, N_kv, last, 1 / math.sqrt(D))

@@ -5,28 +5,28 @@
 //
 // The problem. Tensor cores multiply e4m3 at twice the rate of bf16, and a tile is half as many bytes. But wgmma takes
 // 8-bit factors in one layout only, along the direction that is summed over, and P·V has two that are not:
-//   V   comes in rows along D, and the sum is over keys. bf16 could be read across (`across`), 8 bits cannot. So V is
-//       handed over transposed. It has to be rounded to e4m3 before anyway, and whoever does that reads and writes all
-//       of it: to write it the other way round is free there. (FlashAttention-3 turns each tile here, in its producer,
-//       since as a library it gets V from elsewhere.)
-//   P   comes out of Q·Kᵀ in pairs of neighbours: of 16 keys, lane c of four has 2c, 2c + 1, 8 + 2c, 9 + 2c. As a left
-//       factor it must have *four* neighbours, 4c to 4c + 3. No number has to travel for that: a sum does not care in
-//       which order its terms come. If place 4c + 2h + e of V holds key 8h + 2c + e, each lane's weights are in place.
+//   V   has rows along D, and the sum is over keys. bf16 could be read transposed (`across`), 8 bits cannot.
+//       So V is passed transposed. The kernel that rounds it to e4m3 reads and writes all of it anyway, so
+//       transposing is free there. (FlashAttention-3 transposes each tile here, in its producer, because a
+//       library gets V from elsewhere.)
+//   P   is in pairs of neighbours after Q·Kᵀ: of 16 keys, lane c of four has 2c, 2c + 1, 8 + 2c, 9 + 2c. A
+//       left factor needs *four* neighbours, 4c to 4c + 3. No value has to move: a sum may be in any order.
+//       If place 4c + 2h + e of V holds key 8h + 2c + e, each lane's weights are in place.
 //
 //     keys, as Q·Kᵀ leaves them:    lane 0: 0 1 8 9    lane 1: 2 3 10 11    lane 2: 4 5 12 13    lane 3: 6 7 14 15
 //     places that wgmma reads:      lane 0: 0 1 2 3    lane 1: 4 5 6 7      lane 2: 8 9 10 11    lane 3: 12 13 14 15
 //
-// Two more things come with 8 bits. A weight is between 0 and 1, where e4m3 soon ends: below 2^-6 it loses bits, below
-// 2^-10 it is 0. So weights are 2^8 times as large, up to 256 of 448; the sum that they are divided by is, too. And the
-// tensor core keeps about 14 bits of a sum, cut off and not rounded: over thousands of keys that is an error in one
-// direction. So each tile of 128 keys has its own sum (`part`), and ordinary cores add these up in fp32 (chapter 10's
-// promotion). It is also what makes rescaling simple: nobody multiplies a sum that products are still added to.
+// 8 bits need two more changes. A weight is between 0 and 1, where e4m3 has little range: below 2^-6 it loses
+// bits, below 2^-10 it is 0. So weights are scaled by 2^8, up to 256 of 448, and so is the sum that divides
+// them. The tensor core keeps about 14 bits of a sum, truncated, not rounded: over thousands of keys a biased
+// error. So each tile of 128 keys has its own sum (`part`), and CUDA cores add these up in fp32 (chapter 10's
+// promotion). Rescaling is also simple then: no sum is rescaled while wgmma still adds to it.
 //
-// Producer, consumers and their turns are those of flash_attention_cuda.cu, whose drawing shows them. What bounds it: a
-// tile of 128 x 128 with D = 128 is 1024 clocks of products and 1024 of exponentials; with D = 64, 512 and 1024.
+// Producer, consumers and their turns are drawn in flash_attention_cuda.cu. The bound: a tile of 128 x 128
+// with D = 128 is 1024 cycles of matmuls and 1024 of exponentials; with D = 64, 512 and 1024.
 #include "ptx_attention_fp8.h"
 
-constexpr int ROWS = 128, KEYS = 128, STAGES = 2, TILE = KEYS * PANEL;  // in pairs: a row is 128 bytes, whatever D
+constexpr int ROWS = 128, KEYS = 128, STAGES = 2, TILE = KEYS * PANEL;  // in pairs: rows of 128 bytes
 constexpr float LOG2_E = 1.44269504f, LIFT = 8;                         // weights are 2^LIFT times as large
 
 constexpr int shared_bytes(int D) { return (ROWS + STAGES * (KEYS + D)) * PANEL * 2; }
@@ -49,9 +49,9 @@ __device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
         float safe = largest == -INFINITY ? 0.0f : largest * scale;  // a row that has seen no key: 2^(-inf - 0) = 0
-        shrink[r] = exp2_fast(m[r] * scale - safe);                   // what was summed was relative to the old maximum
+        shrink[r] = exp2_fast(m[r] * scale - safe);  // earlier sums were relative to the old maximum
         m[r] = largest;
-        total[r] *= shrink[r];  // of this thread's keys; the four lanes of a row are added up at the end
+        total[r] *= shrink[r];  // of this thread's keys; the four lanes of a row are summed at the end
         safe -= LIFT;
 #pragma unroll
         for (int i = 2 * r; i < 64; i += 4) {
@@ -122,7 +122,7 @@ attention_fp8(int S_q, int S_k, int N, int G, int last, float scale, const __gri
     };
     auto order_values = [&](int j) {
         const Pair* values = V + j % STAGES * D * PANEL;
-        values_fp8<false>(part, weights, descriptor(values, 0));  // begins a sum anew
+        values_fp8<false>(part, weights, descriptor(values, 0));  // starts a new sum
 #pragma unroll
         for (int i = 32; i < KEYS; i += 32) values_fp8<true>(part, weights + i / 8, descriptor(values, i / 2));
         wgmma_commit();
@@ -134,7 +134,7 @@ attention_fp8(int S_q, int S_k, int N, int G, int last, float scale, const __gri
         wgmma_fence();
         if (t % 128 == 0) note_turn(me);
     };
-    auto pass_turn = [&] {  // what was ordered is in the queue of the tensor cores: what comes now is behind it
+    auto pass_turn = [&] {  // my wgmma are in the queue of the tensor cores: the other's are behind them
         if (lane == 0) arrive(&turns[1 - me]);
     };
     auto free_stage = [&](uint64_t* empty, int j) {
@@ -170,7 +170,7 @@ attention_fp8(int S_q, int S_k, int N, int G, int last, float scale, const __gri
             order_scores(j);
             order_values(j - 1);
             pass_turn();
-            wgmma_done<1>(scores);  // all but the group ordered last: the scores are there, the values may not be
+            wgmma_done<1>(scores);  // all but the last group: the scores are ready, the values perhaps not
             free_stage(k_empty, j);
             weigh(j);
             settle(scores);  // and a loop, or ptxas moves the wait below before the exponentials
@@ -179,7 +179,7 @@ attention_fp8(int S_q, int S_k, int N, int G, int last, float scale, const __gri
             free_stage(v_empty, j - 1);
 #pragma unroll
             for (int i = 0; i < D / 2; i++) sum[i] = (sum[i] + part[i]) * shrink[i / 2 % 2];
-            pack_weights();  // not earlier: the product of the tile before was still reading them
+            pack_weights();  // not earlier: the previous tile's wgmma was still reading them
         }
         take_turn(tiles);
         order_values(tiles - 1);
@@ -232,7 +232,7 @@ extern "C" const char* run_attention(int D, int B, int S_q, int S_k, int N, int 
 }
 
 #ifndef __CUDACC__
-// For the tests: which consumer ordered products, in this order, in the launch before; returns how often.
+// For the tests: which consumer issued wgmma, in this order, in the last launch; returns the count.
 extern "C" int attention_turns(int* who, int room) {
     auto& all = cuda_on_cpu::turns;
     for (int i = 0; i < room && i < (int)all.size(); i++) who[i] = all[i];

@@ -1,34 +1,34 @@
-"""FlashAttention in 8 bits for Hopper, forward: twice the products a clock, half the bytes; and what that costs.
+"""FlashAttention in 8 bits for Hopper, forward: twice the FLOPs per cycle, half the bytes; and the costs.
 
-Problem. Tensor cores multiply e4m3 (4 bits of exponent, 3 of mantissa) at twice the rate of bf16. But half of the bits
-that a number had are gone, the largest is 448, the smallest 2^-9, and the instruction takes its factors in one layout.
+Problem. Tensor cores multiply e4m3 (4 bits of exponent, 3 of mantissa) at twice the rate of bf16. But half of
+the bits are lost, the largest value is 448, the smallest 2^-9, and factors have only one layout.
 
 Idea (FlashAttention-3, section 3.3 and its library). The kernel of flash_attention_cuda.py, its turns and waits, and:
 
     q, k, v    x ≈ scale · e4m3; a scale for each head, its largest element / 448. The scores are multiplied by the
                scales of q and k, out by that of v
-    v          comes as [B, N_kv, D, S]: 8 bits are summed along rows only. Whoever rounds v turns it as well
-    weights    2^8 times as large: then those down to 2^-14 of the largest keep 4 digits. The sum divides it out
-    layout     of 16 keys a thread has 0 1 8 9 where it must have 0 1 2 3. Not the weights move: the columns of v do
+    v          given as [B, N_kv, D, S]: 8 bits are summed only along rows. Rounding v transposes it
+    weights    scaled by 2^8: then weights down to 2^-14 of the largest keep 4 digits. The sum divides it out
+    layout     of 16 keys a thread has 0 1 8 9, but needs 0 1 2 3. So the columns of v are permuted
 
-Accuracy. e4m3 is a floating-point format: from the largest number of a head down there are 15 powers of two with 4
-digits each, so one scale for a head will do. What hurts is a column that is large in q *and* in k, as trained models
-have them: its product is most of a score, and up to 6 % of each factor are lost. Against that: a random rotation M of
-all rows of q and k (`spread`), since (q M)(k M)ᵀ = q kᵀ. M, a Hadamard matrix / sqrt(D) with random signs, shares the
-column among all D, whose roundings cancel in part. (The paper's incoherent processing.)
+Accuracy. e4m3 is a floating-point format: below the largest value of a head there are 15 powers of two with 4
+digits each, so one scale per head suffices. Errors come from a column that is large in q *and* in k, as in
+trained models: its product is most of a score, and up to 6 % of each factor are lost. The remedy is a random
+rotation M of all rows of q and k (`spread`), since (q M)(k M)ᵀ = q kᵀ. M, a Hadamard matrix / sqrt(D) with
+random signs, spreads the column over all D, whose roundings partly cancel ("incoherent processing").
 
-Forward only, as in the paper, for inference; gradients are refused. Takes bf16 and rounds it. Head dims 64 and 128,
-causal (with any offset) or all keys, K/V heads shared by groups. FLOPs as in bf16. Bytes asked of global memory, a byte
-for a number: q once, k and v once for each tile of 128 queries that sees them, v in whole tiles: `sectors`, counted on
-the CPU. Paper: FlashAttention-3, Shah et al. 2024 (arXiv 2407.08608), sections 3.3 and 4.3.
+Forward only, as in the paper; gradients raise an error. Takes bf16 and rounds it. Head dims 64, 128, causal
+(with any offset) or all keys, grouped K/V heads. FLOPs as in bf16. Bytes requested from global memory, one
+per element: q once, k and v once per tile of 128 queries that sees them, v in full tiles: `sectors`, counted
+on the CPU. Paper: FlashAttention-3, Shah et al. 2024 (arXiv 2407.08608), 3.3, 4.3.
 
-Without a GPU the kernel runs on the CPU, thread by thread, with tensor cores that cut sums off at 14 bits, as Hopper's
-were found to do (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
+Without a GPU the kernel runs on the CPU, thread by thread, with tensor cores that truncate sums to 14 bits,
+as measured on Hopper (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
 
-    python flash_attention_fp8.py                       errors beside those of bf16, in three orders of the threads
+    python flash_attention_fp8.py                       errors next to bf16, in three orders of the threads
     python flash_attention_fp8.py --head-dim 128 --seq 200 --keys 150 --outliers column --spread
     python flash_attention_fp8.py --resources           registers, stack (needs nvcc, but no GPU)
-The last line is PASS, or the script exits with 1 and says which number is off.
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def to_e4m3(x: Tensor, per_head: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def across(v: Tensor) -> Tensor:
-    """v [B, S, N_kv, D] in e4m3 as the kernel sums it -> [B, N_kv, D, S'], keys along the last dimension.
+    """v [B, S, N_kv, D] in e4m3 -> [B, N_kv, D, S'] as the kernel sums it, keys along the last dimension.
 
     S' is a multiple of KEYS, with zeros at the end. Of every 16 keys place 4c + 2h + e has key 8h + 2c + e: lane c of
-    four comes out of q kᵀ with the keys 2c, 2c + 1, 8 + 2c, 9 + 2c, and wgmma takes what it has for 4c to 4c + 3.
+    four has the keys 2c, 2c + 1, 8 + 2c, 9 + 2c after q kᵀ, and wgmma takes them for 4c to 4c + 3.
     """
     # --- exercise 9.43: v turned, its keys in the order in which the weights come ---
     padded = F.pad(v.view(torch.uint8), (0, 0, 0, 0, 0, -v.shape[1] % KEYS))
@@ -86,7 +86,7 @@ def across(v: Tensor) -> Tensor:
 
 
 def spread_out(q: Tensor, k: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """q M and k M for a random orthogonal M [D, D]: q kᵀ stays as it is, and an outlier is shared by its whole row."""
+    """q M and k M for a random orthogonal M [D, D]: same q kᵀ, but outliers are spread over rows."""
     D = q.shape[-1]
     hadamard = torch.ones(1, 1)
     while len(hadamard) < D:  # D is a power of two
@@ -97,7 +97,7 @@ def spread_out(q: Tensor, k: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, *, per_head: bool = True, spread: bool = False) -> Eight:
-    """Rounds bf16 to e4m3, and turns v. In a model the kernel before would do that, as it writes q, k and v."""
+    """Rounds bf16 to e4m3, transposes v. In a model the kernel that writes q, k and v would do it."""
     if spread:
         q, k = spread_out(q, k)
     (q8, scale_q), (k8, scale_k), (v8, scale_v) = (to_e4m3(x, per_head) for x in (q, k, v))
@@ -113,7 +113,7 @@ def attend(given: Eight, S_k: int, *, causal: bool, offset: int = 0, order: int 
 
 
 def arguments(given: Eight, S_k: int, causal: bool, offset: int) -> tuple:
-    """What run_attention gets before its outputs. Bytes travel as uint8: to ctypes a tensor is an address."""
+    """Arguments of run_attention before its outputs. Bytes are passed as uint8: ctypes takes addresses."""
     B, S_q, N, D = given.q.shape
     last = band(S_q, S_k, causal, None, offset)[1]  # query i sees the keys up to i + last
     sizes = (D, B, S_q, S_k, N, given.scale_k.shape[1], given.v.shape[3], last, 1 / math.sqrt(D))
@@ -143,7 +143,7 @@ def fp8_forward(
 
 
 def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
-    """Sectors of 32 bytes asked for: Q where a tile of queries sees any key, and there K and V, V in whole tiles."""
+    """Requested sectors of 32 bytes: Q per query tile that sees any key, its K and V, V in full tiles."""
     tokens = 0
     for row, tiles in zip(range(0, S_q, ROWS), tiles_of_keys(S_q, S_k, last), strict=True):
         tokens += (min(ROWS, S_q - row) if tiles else 0) + min(tiles * KEYS, S_k) + tiles * KEYS
@@ -151,7 +151,7 @@ def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
 
 
 def count(given: Eight, S_k: int, causal: bool, offset: int) -> int:
-    """Sectors that the kernel asks for on the CPU."""
+    """Sectors that the kernel requests on the CPU."""
     out = torch.empty(given.q.shape, dtype=torch.bfloat16)
     lse = torch.empty(*given.scale_q.shape, out.shape[1])
     what = arguments(given, S_k, causal, offset)
@@ -160,7 +160,7 @@ def count(given: Eight, S_k: int, causal: bool, offset: int) -> int:
 
 @contextmanager
 def accumulator_bits(bits: int) -> Iterator[None]:
-    """Of the emulated tensor cores' sums: 14 as a rule, as measured on Hopper; 0 for all that fp32 has."""
+    """Bits of the emulated tensor cores' sums: by default 14, as measured on Hopper; 0 for full fp32."""
     lib = library(SOURCE, "cpu", (0, 0), HEADERS)
     lib.set_accumulator_bits(bits)
     try:
@@ -173,10 +173,10 @@ def accumulator_bits(bits: int) -> Iterator[None]:
 
 
 def in_float64(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, offset: int = 0, **how) -> tuple[Tensor, Tensor]:
-    """What the kernel has to compute: factors in e4m3, weights in e4m3 relative to the maximum so far; sums exact.
+    """The exact result: factors in e4m3, weights in e4m3 relative to the running maximum; sums in float64.
 
-    Written from the formulas, without `across` and without the kernel; only the keys of a tile are its own, since the
-    maximum of a tile decides how its weights are rounded.
+    Written from the formulas, without `across` and the kernel. Only the tiles of keys are the kernel's,
+    because the maximum of a tile decides how its weights are rounded.
     """
     (S_q, G, D), S_k = (q.shape[1], q.shape[2] // k.shape[2], q.shape[3]), k.shape[1]
     if how.pop("spread", False):
@@ -201,8 +201,8 @@ def in_float64(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, offset: int = 0
 
 
 def with_outliers(x: Tensor, kind: str, seed: int = 0) -> Tensor:
-    """x [B, S, N, D] with numbers that stand out: "rare", one in a thousand ten times as wide (FlashAttention-3,
-    section 4.3); "column", one of the D larger by 10 in every row, as trained models have them."""
+    """x [B, S, N, D] with outliers: "rare", one in a thousand 10 times as wide (FlashAttention-3, 4.3);
+    "column", one of the D larger by 10 in every row, as in trained models."""
     if kind == "column":
         return x + 10.0 * (torch.arange(x.shape[3], device=x.device) == 3).to(x)
     generator = torch.Generator().manual_seed(seed)
@@ -211,7 +211,7 @@ def with_outliers(x: Tensor, kind: str, seed: int = 0) -> Tensor:
 
 
 def off_by(got: Tensor, want: Tensor) -> float:
-    """The root of the mean square of the difference, relative to that of `want`; NaN if there is one."""
+    """The root mean square of the difference, relative to the one of `want`; NaN if any."""
     return ((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
 
 
@@ -247,7 +247,7 @@ def main() -> int:
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         parser.error(f"{torch.cuda.get_device_name()} is no sm_90, and wgmma exists there only; hide it to emulate")
     if int(os.environ.get("RANK", 0)) != 0:
-        return 0  # a kernel is the business of one device; under torchrun the first rank does it
+        return 0  # a kernel uses one device; under torchrun only rank 0 runs it
     try:
         wrong = fits() if args.resources else demo(args, device)
     except (CudaError, ValueError) as error:
@@ -257,7 +257,7 @@ def main() -> int:
 
 
 def fits() -> list[str]:
-    used = resources(SOURCE, "sm_90a")["attention_fp8"]  # of both head dims the more demanding one
+    used = resources(SOURCE, "sm_90a")["attention_fp8"]  # the maximum over both head dims
     print(f"sm_90a: {used.registers} registers a thread, {used.stack} bytes of stack, {used.spills} spilled")
     said = f"{used.stack} bytes of stack, {used.spills} spilled: numbers in local memory"
     return [said] * bool(used.stack + used.spills)

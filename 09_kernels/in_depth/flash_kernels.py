@@ -1,34 +1,34 @@
 """FlashAttention in Triton: the tiles of flash_tiles.py as GPU kernels, forward and backward, on tensor cores.
 
-Problem. Attention in tiles does the right work, but a tile in PyTorch is ten kernels that write ten small matrices to
-memory. The scores of a tile have to stay in the registers of one program, from the product that makes them to the
-product that uses them up.
+Problem. Attention in tiles does the right work, but a tile in PyTorch is ten kernels that write ten small
+matrices to memory. The scores of a tile have to stay in the registers of one program, from the matmul that
+computes them to the matmul that uses them.
 
-Idea. One program owns one tile of one head; all programs run at once, in any order, and none waits for another:
+Idea. One program owns one tile of one head; programs run at once, in any order, without waiting for another:
 
-    kernel           a program owns         it walks along               it leaves                       products
+    kernel           a program owns         it loops over                it writes                    matmuls
     forward          R queries              the keys they see            out, LSE                        2
     delta            R queries              nothing                      sum of dout · out per query     0
     dk, dv, dq       C keys                 the queries that see them    dk, dv; adds to the dq of all   5
  or dq               R queries              the keys they see            dq                              3
     and dk, dv       C keys                 the queries that see them    dk, dv of one K/V head          4
 
-    queries 0       [/]   .    .    .        . skipped, never loaded    # whole: no mask is computed
+    queries 0       [/]   .    .    .        . skipped, never loaded    # full: no mask is computed
             1       [#]  [/]   .    .        / cut by the edge of the band: masked
-            2       [#]  [#]  [/]   .        A program meets at most three runs of tiles: cut, whole, cut. It has a loop
-            3       [#]  [#]  [#]  [/]       for each, so the long one contains no comparison.
+            2       [#]  [#]  [/]   .        A program has at most three runs of tiles: cut, full, cut. It has
+            3       [#]  [#]  [#]  [/]       a loop for each, so the long one contains no comparison.
 
-Five products are enough for backward: scores, gradients of the weights, dv, dk, dq. But dk and dv are sums over
-queries, and dq is one over keys. A program that owns keys has a share of each dq, and adds it to what other programs
-add, in memory, in fp32, atomically (no addition is lost). Who comes first differs from run to run, and so do the last
-bits. Where two runs have to give the same bits (`REPEATABLE`), two kernels each keep their own sums in registers, and
-both compute scores and gradients of the weights: seven products. The query heads of a group share a K/V head, so the
-program of its dk and dv walks through all G of them; K and V are never expanded.
+Five matmuls are enough for backward: scores, gradients of the weights, dv, dk, dq. But dk and dv are sums
+over queries, and dq is a sum over keys. A program that owns keys has a part of each dq, and adds it to the
+parts of other programs in memory, in fp32, atomically. The order differs from run to run, and so do the last
+bits. For equal bits in every run (`REPEATABLE`), two kernels each keep their own sums in registers, and both
+compute scores and gradients of the weights: seven matmuls. The query heads of a group share a K/V head, so
+the program of its dk and dv loops over all G of them; K and V are never expanded.
 
-Tiles come through tensor descriptors. On Hopper a descriptor is what the copy engine (TMA) takes: one thread asks for a
-tile, address arithmetic and boundary checks are the engine's, and what lies beyond the end of S or D arrives as zeros.
-On older GPUs, and for fp32, `load_tile` computes addresses. Exponentials are of base 2: e^x = 2^(x log2 e), and log2 e
-is folded into the scale. Products of fp32 tiles are exact ones ("ieee"): the default, TF32, keeps 10 of 23 bits.
+Tiles are loaded through tensor descriptors. On Hopper the copy engine (TMA) uses them: one thread requests a
+tile, the engine computes addresses and bounds, and fills zeros beyond the end of S or D. On older GPUs, and
+for fp32, `load_tile` computes addresses. Exponentials are of base 2: e^x = 2^(x log2 e), with log2 e folded
+into the scale. Matmuls of fp32 tiles are exact ("ieee"): TF32, the default, keeps 10 of 23 bits.
 
 Formulas: in flash_tiles.py. Saved: q, k, v, out and 4 · B · N · S bytes of LSE. FLOPs: forward 4 · B · N · S² · D,
 half of it if causal. Papers: FlashAttention-2 (arXiv 2307.08691), FlashAttention-3 (2407.08608). Warps that only load
@@ -37,9 +37,9 @@ and warps that only compute: flash_attention_cuda.py.
 Run it:
     python flash_kernels.py                                  CPU: Triton's interpreter; GPU: compiled
     python flash_kernels.py --dtype float16 --seq 100 --head-dim 96
-    python flash_kernels.py --version seven                  backward in seven products: the same bits in every run
-    torchrun --nproc_per_node 2 flash_kernels.py             every rank checks inputs of its own
-The last line is PASS, or the script exits with 1 and says which number is off.
+    python flash_kernels.py --version seven                  seven matmuls in backward: same bits in every run
+    torchrun --nproc_per_node 2 flash_kernels.py             every rank checks its own inputs
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 import argparse
@@ -58,9 +58,9 @@ from torch import Tensor
 # D head dim; R queries (rows) and C keys (columns) of a tile, W the next power of two from D.
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-# Triton compiles a kernel anew for a number that is 1, and for one that 16 divides. These vary from call to call, and
-# to know more about them makes no load wider: one binary serves all. Strides and addresses are not in the list, because
-# loads of 16 bytes are made of what is known about them.
+# Triton compiles a kernel anew for an argument that is 1, and for one that 16 divides. These vary from call
+# to call, and knowing more about them makes no load wider, so one binary serves all. Strides and addresses
+# are not in the list, because 16-byte loads depend on them.
 SIZES = ["S_q", "S_k", "N", "G", "first", "last"]
 
 
@@ -69,10 +69,10 @@ SIZES = ["S_q", "S_k", "N", "G", "first", "last"]
 
 @triton.jit
 def runs_of_tiles(start, stop, first, last, length, STEP: tl.constexpr):
-    """Items start..stop-1 see the others x with first <= x - item <= last. Which tiles of STEP others do they meet?
+    """Items start..stop-1 see others x with first <= x - item <= last. Which tiles of STEP others are these?
 
-    (begin, whole, cut, end): tiles from begin are cut by the band's left edge, from `whole` on seen by all items, from
-    `cut` on cut by its right edge or by `length`. A run that is not empty begins at a multiple of STEP.
+    (begin, whole, cut, end): tiles from `begin` are cut by the band's left edge, from `whole` on seen by all
+    items, from `cut` on cut by its right edge or by `length`. Non-empty runs begin at a multiple of STEP.
     """
     # --- exercise 9.31: the three runs of tiles that a program walks along ---
     begin = tl.maximum(start + first, 0) // STEP * STEP  # what the first item sees
@@ -103,7 +103,7 @@ def load_tile(x, b, head, start, S, T: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def store_tile(x, b, head, start, S, tile, T: tl.constexpr, W: tl.constexpr):
-    """The inverse; what lies beyond the last token and beyond D is not written."""
+    """The inverse of `load_tile`; nothing is written beyond the last token and beyond D."""
     if isinstance(x, tl.core.tensor_descriptor_base):
         x.store([b, head, start, 0], tile.to(x.dtype).reshape(1, 1, T, W))
     else:
@@ -115,7 +115,7 @@ def store_tile(x, b, head, start, S, tile, T: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def add_tile(x, b, head, start, S, tile, T: tl.constexpr, W: tl.constexpr):
-    """Add to what is in memory while other programs do the same. The L2 cache adds: there is no answer to wait for."""
+    """Add to memory, like other programs at the same time. The L2 cache adds, so nothing is awaited."""
     if isinstance(x, tl.core.tensor_descriptor_base):
         x.atomic_add([b, head, start, 0], tile.reshape(1, 1, T, W))
     else:
@@ -127,7 +127,7 @@ def add_tile(x, b, head, start, S, tile, T: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def dot(a, b):
-    """a @ b, summed in fp32. "ieee": fp32 inputs are not rounded to TF32; 16-bit inputs are not concerned."""
+    """a @ b, summed in fp32. "ieee": fp32 inputs are not rounded to TF32; 16-bit inputs are unaffected."""
     return tl.dot(a, b, input_precision="ieee")
 
 
@@ -156,7 +156,7 @@ def forward_run(
         # --- exercise 9.32: the online softmax, in powers of two ---
         new = tl.maximum(m, tl.max(scores, 1) * scale)  # the scale is positive: scaling the maximum is enough
         safe = new
-        if CUT:  # only a cut tile can leave a row that has seen no key
+        if CUT:  # only a cut tile can leave a row without keys
             safe = tl.where(new == float("-inf"), 0.0, new)
         weights = tl.exp2(scores * scale - safe[:, None])  # one multiply-add and one exponential per score
         shrink = tl.exp2(m - safe)
@@ -171,9 +171,9 @@ def forward_run(
 
 @triton.jit
 def in_turn(tiles):
-    """Tile and head of this program. Eight heads at a time, whose keys and values fit the L2 cache; of these the first
-    tile of each, then the second of each: under a causal mask the longest tiles start first, and no multiprocessor is
-    left with a long one at the end."""
+    """Tile and head of this program. Eight heads at a time, whose keys and values fit the L2 cache: first
+    their first tiles, then their second ones. Under a causal mask the longest tiles start first, so that no
+    multiprocessor runs a long one at the end."""
     program, heads = tl.program_id(0), tl.num_programs(0) // tiles
     first = program // (8 * tiles) * 8
     together = tl.minimum(heads - first, 8)
@@ -214,7 +214,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["S_q", "N"])
 def delta_kernel(dout, out, delta, S_q, N, R: tl.constexpr, W: tl.constexpr):
-    """delta = sum over D of dout · out, [B, N, S_q]: all that backward needs to know of the other keys."""
+    """delta = sum over D of dout · out, [B, N, S_q]: all that backward needs from the other keys."""
     tiles = tl.cdiv(S_q, R)
     head, start_i = tl.program_id(0) // tiles, tl.program_id(0) % tiles * R
     i = start_i + tl.arange(0, R)
@@ -225,8 +225,8 @@ def delta_kernel(dout, out, delta, S_q, N, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_rows(lse, delta, head, i, S_q):
-    """LSE (of base 2) and delta of the queries i. Where there is no query, or one without keys, the LSE is +inf: every
-    weight 2^(score - LSE) of such a row is 0, and no mask is needed for it."""
+    """LSE (of base 2) and delta of the queries i. Without a query, or for one without keys, the LSE is +inf:
+    every weight 2^(score - LSE) of such a row is 0, without a mask."""
     at, valid = head.to(tl.int64) * S_q + i, i < S_q
     row_lse = tl.load(lse + at, mask=valid, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
@@ -238,7 +238,7 @@ def dq_run(
     dq, q, dout, row_lse, row_delta, k, v, b, kv_head, i, start, stop, S_k, first, last, scale, CUT: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Add what the tiles of keys from `start` to `stop` give to dq / scale of a tile of queries."""
+    """Add the part of the key tiles from `start` to `stop` to dq / scale of a tile of queries."""
     for start_j in tl.range(start, stop, C):
         k_tile, v_tile = load_tile(k, b, kv_head, start_j, S_k, C, W), load_tile(v, b, kv_head, start_j, S_k, C, W)
         weights = tl.exp2(dot(q, k_tile.T) * (scale * LOG2_E) - row_lse[:, None])  # [R, C]
@@ -255,7 +255,7 @@ def dq_kernel(
     q, k, v, dout, lse, delta, dq, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """dq of R queries of one head: the walk of the forward kernel."""
+    """dq of R queries of one head, in the loops of the forward kernel."""
     tiles = tl.cdiv(S_q, R)
     turn, head = in_turn(tiles)
     start_i = (tiles - 1 - turn) * R
@@ -279,10 +279,10 @@ def dkdv_run(
     dk, dv, dq, k, v, q, dout, lse, delta, b, n, head, j, start, stop, leap, over, S_q, S_k, first, last, scale,
     CUT: tl.constexpr, R: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Add what tiles of queries of head n give to dk / scale and dv of a tile of keys, and to dq (unless it is None).
+    """Add the part of query tiles of head n to dk / scale and dv of a tile of keys, and to dq (if not None).
 
-    The queries are those from `start` to `stop`, but where CUT, those from `leap` on lie `over` queries further on.
-    Scores and weights are computed transposed, [C, R]: as they come they are the left factors of dv and dk.
+    The queries are `start` to `stop`; with CUT, queries from `leap` on are shifted by `over`. Scores and
+    weights are computed transposed, [C, R], so that they are the left factors of dv and dk as they are.
     """
     # Without disable_licm the compiler computes the addresses of all the tiles' parts before the loop, and then has no
     # registers left to keep them in.
@@ -296,7 +296,7 @@ def dkdv_run(
         if CUT:
             weights = tl.where(seen(i[None, :], j[:, None], S_k, first, last), weights, 0.0)
         dv += dot(weights.to(dout_tile.dtype), dout_tile)
-        dweights = tl.zeros_like(weights) - row_delta[None, :]  # where the product begins to sum: no register for delta
+        dweights = tl.zeros_like(weights) - row_delta[None, :]  # initial sum of the matmul
         dscores = weights * tl.dot(v, dout_tile.T, dweights, input_precision="ieee")
         dk += dot(dscores.to(q_tile.dtype), q_tile)
         # --- end exercise ---
@@ -311,25 +311,25 @@ def dkdv_kernel(
     q, k, v, dout, lse, delta, dk, dv, dq, S_q, S_k, N, G, first, last, scale, WINDOW: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """dk and dv of C keys of one K/V head: a sum over the G query heads of its group, in fp32, in a fixed order. And,
-    unless dq is None, these keys' shares of dq, added to a dq that begins with zeros."""
+    """dk and dv of C keys of one K/V head: a sum over the G query heads of its group, fp32, in fixed order.
+    And, if dq is not None, these keys' parts of dq, added to a dq that begins with zeros."""
     tiles = tl.cdiv(S_k, C)
     kv_heads = N // G
     turn, kv_head = in_turn(tiles)
-    start_j = turn * C  # under a causal mask the first keys have most to do
+    start_j = turn * C  # under a causal mask the first keys have most work
     b, kv = kv_head // kv_heads, kv_head % kv_heads
     j = start_j + tl.arange(0, C)
     k_tile, v_tile = load_tile(k, b, kv, start_j, S_k, C, W), load_tile(v, b, kv, start_j, S_k, C, W)
     dk_tile, dv_tile = tl.zeros([C, W], tl.float32), tl.zeros([C, W], tl.float32)
-    # Seen from a key the band is turned round: -last <= i - j <= -first.
+    # For a key the band is reversed: -last <= i - j <= -first.
     begin, whole, cut, end = runs_of_tiles(start_j, tl.minimum(start_j + C, S_k), -last, -first, S_q, R)
-    if not WINDOW:  # turned round, it is the right edge that only a window has; and queries beyond S_q weigh nothing
+    if not WINDOW:  # reversed, only a window has a right edge; queries beyond S_q have weight 0
         cut = end
-    if start_j + C > S_k:  # keys beyond the end: 0 in dq only if their weights are finite, e^(0 - LSE) may be infinite
+    if start_j + C > S_k:  # keys beyond the end: e^(0 - LSE) may be infinite, and dq NaN
         whole, cut = end, end
     for g in range(G):
         n = kv * G + g
-        for part in tl.static_range(2):  # the cut tiles, in one loop that leaps over the whole ones; and these
+        for part in tl.static_range(2):  # the cut tiles, in one loop that skips the full ones; then these
             dk_tile, dv_tile = dkdv_run(
                 dk_tile, dv_tile, dq, k_tile, v_tile, q, dout, lse, delta, b, n, b * N + n, j,
                 whole if part else begin, cut if part else end - (cut - whole), whole, cut - whole,
@@ -353,7 +353,7 @@ def triton_forward(
     dtype: torch.dtype | None = None,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, S_q, N, D] in `dtype` (by default fp32, for who goes on to merge it) and LSE [B, N, S_q] in fp32."""
+    """out [B, S_q, N, D] in `dtype` (by default fp32, for a later merge) and LSE [B, N, S_q] in fp32."""
     check_inputs(q, k, v, window)
     B, S_q, N, D = q.shape
     plan = plan or plan_of(q)
@@ -361,7 +361,7 @@ def triton_forward(
     out = torch.empty(q.shape, dtype=dtype or torch.float32, device=q.device)
     lse = torch.empty(B, N, S_q, dtype=torch.float32, device=q.device)
     limits = band(S_q, k.shape[1], causal, window, offset)
-    with torch.cuda.device_of(q):  # launch where the tensors are, whatever the current device
+    with torch.cuda.device_of(q):  # launch on the device of the tensors
         forward_kernel[(triton.cdiv(S_q, R) * B * N,)](
             *(describe(x, tokens, tma) for x, tokens in ((q, R), (k, C), (v, C), (out, R))),
             *(lse, S_q, k.shape[1], N, N // k.shape[2], *limits, 1 / math.sqrt(D)),
@@ -386,21 +386,21 @@ def triton_backward(
     plan: Plan | None = None,
     repeatable: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in `dtype` (or fp32). `out` and `lse` are those over all keys, of which k and v may be one block.
+    """dq, dk, dv in `dtype` (or fp32). `out` and `lse` are over all keys; k and v may be one block of them.
 
-    `repeatable`: the same bits in every run, for seven products in place of five. By default what PyTorch was told by
-    `torch.use_deterministic_algorithms`; and before Hopper, in 16 bits and where D is above 64, five do not fit the
+    `repeatable`: the same bits in every run, with seven matmuls instead of five. The default is as set by
+    `torch.use_deterministic_algorithms`. Before Hopper, in 16 bits and with D above 64, five do not fit the
     registers.
     """
     check_inputs(q, k, v, window)
     B, S_q, N, D = q.shape
     S_k, kv_heads = k.shape[1:3]
     plan = plan or plan_of(q)
-    dout, lse = dout.to(q.dtype), lse.contiguous()  # both factors of a product on tensor cores have one dtype
+    dout, lse = dout.to(q.dtype), lse.contiguous()  # tensor cores multiply factors of one dtype
     if repeatable is None:
         repeatable = torch.are_deterministic_algorithms_enabled() or not plan.five
     dk, dv = (torch.empty(x.shape, dtype=dtype or torch.float32, device=x.device) for x in (k, v))
-    # What many programs add to begins at zero and is fp32, however many bits the result has.
+    # A sum of many programs begins at zero and is fp32, for any dtype of the result.
     dq = torch.empty(q.shape, dtype=dk.dtype if repeatable else torch.float32, device=q.device)
     dq = dq if repeatable else dq.zero_()
     delta = torch.empty_like(lse)
@@ -410,7 +410,7 @@ def triton_backward(
         W = triton.next_power_of_2(D)
         delta_kernel[grid](*(describe(x, 32, plan.tma) for x in (dout, out)), delta, S_q, N, R=32, W=W)
         if dlse is not None:
-            delta -= dlse  # d LSE / d score is the weight, as is -delta's factor: the two gradients meet in one number
+            delta -= dlse  # d LSE / d score is the weight, like the factor of -delta: one value serves both
         for kernel, tiles, owned in (
             (dq_kernel, plan.dq, triton.cdiv(S_q, plan.dq.rows) * N),
             (dkdv_kernel, plan.dkdv, triton.cdiv(S_k, plan.dkdv.columns) * kv_heads),
@@ -428,7 +428,7 @@ def triton_backward(
     return dq.to(dk.dtype), dk, dv
 
 
-TRITON = Version(triton_forward, triton_backward)  # also what chapter 5's ring takes as its `local` attention
+TRITON = Version(triton_forward, triton_backward)  # also the `local` attention of chapter 5's ring
 REPEATABLE = Version(triton_forward, partial(triton_backward, repeatable=True))
 VERSIONS = {"five": TRITON, "seven": REPEATABLE}
 
@@ -443,7 +443,7 @@ def flash_attention(
     offset: int = 0,
     version: Version = TRITON,
 ) -> Tensor:
-    """softmax(q kᵀ / sqrt(D)) v over the keys that `band` leaves: q [B, S_q, N, D]; k, v [B, S_k, N_kv, D] -> like q.
+    """softmax(q kᵀ / sqrt(D)) v over the keys in `band`: q [B, S_q, N, D]; k, v [B, S_k, N_kv, D] -> like q.
 
     A model's `attention(q, k, v, *, causal)`. ValueError, in one line, for what the kernels cannot do.
     """
@@ -460,7 +460,7 @@ def flash_attention_with_lse(
     offset: int = 0,
     version: Version = TRITON,
 ) -> tuple[Tensor, Tensor]:
-    """The same and its LSE [B, N, S_q], fp32; both have gradients, so that parts may be merged under autograd."""
+    """The same and its LSE [B, N, S_q], fp32; both have gradients, so parts may be merged under autograd."""
     return Attention.apply(q, k, v, version, causal, window, offset)
 
 

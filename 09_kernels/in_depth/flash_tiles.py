@@ -1,27 +1,27 @@
-"""FlashAttention in plain PyTorch: exact attention that keeps no matrix of scores.
+"""FlashAttention in plain PyTorch: exact attention that stores no matrix of scores.
 
-Problem. softmax(q kᵀ / sqrt(D)) v in three operations puts the S x S scores into memory, then the softmax, and in
-backward their gradients. At S = 8192 that is 128 MiB in bf16 for one head of one sequence, and moving it takes longer
-than computing it: a score costs 4 D operations and several trips to memory.
+Problem. softmax(q kᵀ / sqrt(D)) v in three operations writes the S x S scores to memory, then the softmax,
+and in backward their gradients. At S = 8192 that is 128 MiB in bf16 for one head of one sequence, and moving
+it takes longer than computing it: a score costs 4 D operations and several memory accesses.
 
-Idea. Keep a tile of queries on the chip, let tiles of keys and values come by, and never store a score. A softmax needs
-the maximum and the sum of its whole row, which are unknown until the last tile. The *online* softmax keeps both for
-the keys seen so far, and when a larger maximum turns up, shrinks what it has added by e^(old maximum - new maximum):
+Idea. Keep a tile of queries on the chip, loop over tiles of keys and values, never store a score. A softmax
+needs maximum and sum of its full row, unknown until the last tile. The *online* softmax keeps both for the
+keys seen so far, and for a larger maximum scales its sums by e^(old maximum - new maximum):
 
-               keys  0    1    2    3        forward: walk along a row of tiles with three running numbers a query,
+               keys  0    1    2    3        forward: loop over a row of tiles with three values per query,
     queries 0       [/]   .    .    .            m, ℓ, acc  ->  out = acc / ℓ,  LSE = m + log ℓ
             1       [#]  [/]   .    .        backward: from q, k and the LSE every weight e^(score - LSE) is computed
             2       [#]  [#]  [/]   .            again; dq is a sum along a row of tiles, dk and dv down a column
             3       [#]  [#]  [#]  [/]       # all visible    / some    . none: skipped, never loaded
 
-All masks here are bands. Query i sees key j if first <= j - i <= last, two numbers that say causal, sliding window,
-the offset between two chunks of a ring, and any mixture. A row that sees no key has out = 0 and LSE = -inf.
+All masks here are bands. Query i sees key j if first <= j - i <= last, for causal, sliding window, the offset
+between two chunks of a ring, and any combination. A row without keys has out = 0 and LSE = -inf.
 
-In PyTorch this saves memory and no time: each line below is still a kernel of its own. What it shows is the algorithm,
-in any dtype, to the last digit. flash_kernels.py keeps the same tiles in registers.
+In PyTorch this saves memory but no time, because each line below is a kernel of its own. It shows the
+algorithm, in any dtype, to the last digit. flash_kernels.py keeps the same tiles in registers.
 
 Formulas, B sequences, N query heads of D, elements of e bytes, tiles of R queries:
-    saved for backward   q, k, v, out, and B · N · S numbers of LSE       explicit softmax: at least e · B · N · S²
+    saved for backward   q, k, v, out, and B · N · S values of LSE        explicit: at least e · B · N · S²
     FLOPs, all visible   forward 4 · B · N · S² · D                       backward 2.5 times that
     K/V read, forward    2 · e · B · N · S² · D / R                       each tile of queries reads all of them
 FlashAttention: Dao et al. 2022 (arXiv 2205.14135). Loops, LSE, delta: FlashAttention-2 (2307.08691, algorithms 1 and
@@ -30,8 +30,8 @@ FlashAttention: Dao et al. 2022 (arXiv 2205.14135). Loops, LSE, delta: FlashAtte
 Run it:
     python flash_tiles.py                                      one rank, CPU or GPU
     python flash_tiles.py --seq 100 --window 7 --dtype float32
-    torchrun --nproc_per_node 2 flash_tiles.py                 every rank checks inputs of its own
-The last line is PASS, or the script exits with 1 and says which number is off.
+    torchrun --nproc_per_node 2 flash_tiles.py                 every rank checks its own inputs
+The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
+import torch.distributed.nn  # imported later, with a group open, it would keep that group alive
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -66,8 +66,8 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def band(S_q: int, S_k: int, causal: bool, window: int | None = None, offset: int = 0) -> tuple[int, int]:
     """(first, last): query i sees key j if first <= j - i <= last.
 
-    Query i stands at position i + offset among the keys. `causal` hides what comes later; `window` hides what is
-    `window` or more tokens away, so that a causal window of 1 leaves a token itself. ±(S_q + S_k) means no limit.
+    Query i is at position i + offset among the keys. `causal` hides later keys; `window` hides keys `window`
+    or more tokens away, so a causal window of 1 leaves only the token itself. ±(S_q + S_k) means no limit.
     """
     far = S_q + S_k
     # --- exercise 9.28: causal, window and offset as two limits ---
@@ -75,7 +75,7 @@ def band(S_q: int, S_k: int, causal: bool, window: int | None = None, offset: in
     last = far if window is None else offset + window - 1
     if causal:
         last = offset
-    return max(-far, min(first, far)), max(-far, min(last, far))  # within 32 bits also for a huge offset
+    return max(-far, min(first, far)), max(-far, min(last, far))  # within 32 bits for any offset
     # --- end exercise ---
 
 
@@ -89,7 +89,7 @@ def visible(i: Tensor, j: Tensor, first: int, last: int) -> Tensor:
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, offset: int = 0):
-    """The definition, [S_q, S_k] scores and all. q [B, S_q, N, D]; k, v [B, S_k, N_kv, D] -> like q."""
+    """The definition, with [S_q, S_k] scores. q [B, S_q, N, D]; k, v [B, S_k, N_kv, D] -> like q."""
     rows = q.unflatten(2, (k.shape[2], -1))  # [B, S_q, N, D] -> [B, S_q, N_kv, G, D]: K and V are never expanded
     scores = torch.einsum("bshgd,bthd->bhgst", rows, k) / math.sqrt(q.shape[-1])
     i, j = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
@@ -133,9 +133,9 @@ def tiled_forward(
             scores = scores.masked_fill(~seen, -math.inf)
             # --- exercise 9.29: the online softmax: add a tile of keys to m, total and acc ---
             new = torch.maximum(m, scores.amax(-1))
-            safe = new.masked_fill(new == -math.inf, 0.0)  # a row that saw no key yet: e^(-inf - 0) = 0, no NaN
+            safe = new.masked_fill(new == -math.inf, 0.0)  # no keys so far: e^(-inf - 0) = 0, no NaN
             weights = (scores - safe[..., None]).exp()
-            shrink = (m - safe).exp()  # what was added so far was relative to the old maximum
+            shrink = (m - safe).exp()  # earlier sums were relative to the old maximum
             total = total * shrink + weights.sum(-1)
             acc = acc * shrink[..., None] + torch.einsum("bhgrc,bchd->bhgrd", weights, v_tile)
             m = new
@@ -161,10 +161,10 @@ def tiled_backward(
     dtype: torch.dtype | None = None,
     tile: int = 32,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashAttention-2, algorithm 2: dq, dk, dv, summed in fp32 or better, and returned so or in `dtype`.
+    """FlashAttention-2, algorithm 2: dq, dk, dv, summed in fp32 or better, returned in that or in `dtype`.
 
-    `out` and `lse` may come from elsewhere: with those over the keys of all ranks, this is one block's share of the
-    gradients. `dlse` is the gradient of the LSE, where it went on into a loss.
+    `out` and `lse` may be over more keys: if over the keys of all ranks, this is one block's part of the
+    gradients. `dlse` is the gradient of the LSE, if a loss used it.
     """
     kv_heads, scale = k.shape[2], 1 / math.sqrt(q.shape[-1])
     first, last = band(q.shape[1], k.shape[1], causal, window, offset)
@@ -182,7 +182,7 @@ def tiled_backward(
             k_tile, v_tile = at_least_fp32(k[:, j]), at_least_fp32(v[:, j])
             scores = torch.einsum("brhgd,bchd->bhgrc", rows, k_tile) * scale
             # --- exercise 9.30: this tile's share of dq, dk and dv ---
-            weights = (scores - lse_tile).exp().masked_fill(~seen, 0.0)  # the final ones: no running maximum is needed
+            weights = (scores - lse_tile).exp().masked_fill(~seen, 0.0)  # final, without a running maximum
             dv[:, j] += torch.einsum("bhgrc,brhgd->bchd", weights, drows)
             dweights = torch.einsum("brhgd,bchd->bhgrc", drows, v_tile)
             dscores = weights * (dweights - delta_tile) * scale
@@ -193,12 +193,12 @@ def tiled_backward(
 
 
 class Version(NamedTuple):
-    """A way to compute attention and its gradients; what chapter 5's ring calls its `local` attention.
+    """A way to compute attention and its gradients; the `local` attention of chapter 5's ring.
 
     forward   (q, k, v, *, causal) -> out [B, S_q, N, D], lse [B, N, S_q]          in fp32 or better,
     backward  (dout, q, k, v, out, lse, *, causal) -> dq, dk, dv                   or, but for the LSE, in `dtype`
 
-    The out and lse given to backward are those over all keys, of which k and v may be a block.
+    The out and lse given to backward are over all keys; k and v may be a block of them.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -211,8 +211,8 @@ TILED = Version(tiled_forward, tiled_backward)
 class Attention(torch.autograd.Function):
     """Either version under autograd: (q, k, v, version, causal, window, offset) -> out in the dtype of q, LSE.
 
-    Saved are the inputs, the output and one number per query and head. Not saved is what is S x S, and K and V are
-    saved with the heads they have.
+    It saves the inputs, the output and one value per query and head, but no S x S matrix. K and V are saved
+    with their own number of heads.
     """
 
     @staticmethod
@@ -221,7 +221,7 @@ class Attention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):  # it would round the fp32 factors of a product to 16 bits
             out, lse = version.forward(q, k, v, **ctx.mask, dtype=q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)  # an LSE that nobody used has the gradient None, not a tensor of zeros
+        ctx.set_materialize_grads(False)  # an unused LSE has gradient None, not a tensor of zeros
         return out, lse
 
     @staticmethod
@@ -265,7 +265,7 @@ def error(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, offset: int) -> Tensor:
-    """PyTorch's own. What is no plain causal mask, it wants to see as a matrix."""
+    """PyTorch's own. It needs any mask but a plain causal one as a matrix."""
     mask = None
     if window is not None or offset:
         i, j = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
@@ -277,7 +277,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: in
 
 
 def compare(version: Version, args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """`version` against the definition in float64, case by case; prints the table on rank 0, returns what is wrong."""
+    """`version` against the definition in float64. Rank 0 prints the table; returns the failures."""
     S, dtype, rank = args.seq, getattr(torch, args.dtype), dist.get_rank(group)
     generator = torch.Generator(device).manual_seed(rank)
     shapes = [(1, S, heads, args.head_dim) for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)]
@@ -316,8 +316,8 @@ def compare(version: Version, args: argparse.Namespace, group: dist.ProcessGroup
             ours, theirs, kept, most = (max(column) for column in zip(*found, strict=True))
             print(f"{name:22} {ours:8.1e} {theirs:8.1e} {kept:12} {predicted:10} {most:9}")
         for r, (ours, theirs, kept, most) in enumerate(found):
-            # Twice the error of PyTorch's kernel. Where that one is lucky, two roundings of the result, and those of an
-            # exponent of up to 8 in fp32, forward and again backward: exp(x + x eps) is off by x eps.
+            # Twice the error of PyTorch's kernel, or, if more, two roundings of the result and those of an
+            # exponent of up to 8 in fp32, forward and backward: exp(x + x eps) has an error of x eps.
             lucky = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
             allowed = 1e-10 if dtype == torch.float64 else max(2 * theirs, lucky)
             if not ours <= allowed:

@@ -1,17 +1,17 @@
-"""Chapter 9, fused kernels in Triton: read each number once, write it once, and keep for backward only what it needs.
+"""Chapter 9, fused kernels in Triton: read and write each element once, and save only what backward needs.
 
-The problem. Between two matrix products a transformer does cheap arithmetic: a norm, a rotation, a gate. PyTorch runs
-it as a row of small kernels, and each of them reads its whole input from memory and writes its whole output back:
+The problem. Between two matmuls a transformer does cheap arithmetic: a norm, a rotation, a gate. PyTorch runs
+it as a row of small kernels, and each of them reads its full input from memory and writes its full output:
 
     eager     x -> [square] -> x² -> [mean] -> m -> [rsqrt] -> r -> [mul] -> x̂ -> [mul] -> y      memory at every ->
     fused     x -> [   square, mean, rsqrt, mul, mul    ] -> y                                    memory twice
 
-A GPU can do dozens of operations in the time in which it moves one number (the roofline model, Williams et al. 2009),
-so the time of such a layer is the bytes it moves over the bandwidth. Fusing does not save arithmetic. It saves trips.
+A GPU can do dozens of operations in the time of moving one element (the roofline model, Williams et al.
+2009), so such a layer takes as long as its bytes. Fusing saves no arithmetic. It saves memory traffic.
 
 The idea. One program of a Triton kernel takes one row into registers, does everything there, and writes the result:
 
-    rows of x      row 0 -> program 0        BLOCK = the next power of two >= columns; a mask hides what is beyond
+    rows of x      row 0 -> program 0        BLOCK = the next power of two >= columns; a mask hides the rest
     [rows, cols]   row 1 -> program 1        sums along a row stay inside one program: no communication
                    ...
 
@@ -20,10 +20,10 @@ The backward passes are derived by hand, because autograd sees a kernel as one s
     softmax   y = exp(x - max x) / sum         dx = y (dy - sum(y dy))
     RMSNorm   x̂ = x r, r = 1/sqrt(mean x² + eps), y = w x̂          (1910.07467)
               dx = r (w dy - x̂ mean(w dy x̂)),  dw = sum over rows of dy x̂
-    RoPE      (a, b) -> (a c - b s, b c + a s)  backward is the same with -s: a rotation is undone by turning back
+    RoPE      (a, b) -> (a c - b s, b c + a s)  backward is the same with -s, the inverse rotation
     SwiGLU    y = g σ(g) u                      du = dy g σ(g),  dg = dy u σ(g) (1 + g (1 - σ(g)))      (2002.05202)
 
-Bytes moved per element of size e, and bytes kept for backward: `bytes_moved` and `bytes_kept`, exact.
+Bytes moved per element of size e, and bytes saved for backward: `bytes_moved` and `bytes_kept`, exact.
 
     python fused.py                      every kernel against float64 and PyTorch; ends with PASS
     python fused.py --dtype float16      also float64, and on a GPU bfloat16
@@ -50,14 +50,14 @@ MAX_COLS = 16384  # a row has to fit into the registers of one program
 
 
 def check(**tensors: Tensor) -> None:
-    """ValueError in one line unless the kernels can take these tensors: device, dtype, GPU, interpreter."""
+    """ValueError in one line unless the kernels support these tensors: device, dtype, GPU, interpreter."""
     names, values = list(tensors), list(tensors.values())
     for name, x in tensors.items():
         if x.device != values[0].device:
             raise ValueError(f"{name} is on {x.device} but {names[0]} on {values[0].device}; move one of them")
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} has dtype {x.dtype}; the kernels take {', '.join(str(d) for d in DTYPES)}")
-        if INTERPRETED and x.dtype == torch.bfloat16:  # it cuts the last bits off where a GPU rounds
+        if INTERPRETED and x.dtype == torch.bfloat16:  # it truncates where a GPU rounds
             raise ValueError(f"{name} is bfloat16, which Triton's interpreter rounds wrongly; use float32 or a GPU")
     device = values[0].device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
@@ -69,7 +69,7 @@ def check(**tensors: Tensor) -> None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x [..., cols] as [rows, cols] whose columns lie side by side. A view where there is one, otherwise a copy."""
+    """x [..., cols] as [rows, cols] with contiguous rows. A view if possible, otherwise a copy."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
@@ -81,12 +81,12 @@ def block_of(cols: int, what: str) -> int:
 
 
 def warps(block: int) -> int:
-    """16 elements for each thread: in bf16 two loads of 16 bytes, both under way before the first is used."""
+    """16 elements per thread: in bf16 two loads of 16 bytes, both in flight before the first is used."""
     return max(1, min(32, block // 512))
 
 
 def wide(dtype: torch.dtype) -> Any:
-    """In which the kernels compute: float32, in which sums over a row are safe, and float64 for float64."""
+    """The dtype of the computation: float32, in which sums over a row are safe; float64 for float64."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -94,7 +94,7 @@ def wide(dtype: torch.dtype) -> Any:
 
 
 def softmax_reference(x: Tensor) -> Tensor:
-    """Over the last dimension. A row of nothing but -inf (all of it masked) gives zeros; torch.softmax gives NaN."""
+    """Over the last dimension. A row of only -inf (fully masked) gives zeros; torch.softmax gives NaN."""
     return torch.softmax(x, dim=-1).masked_fill((x == -float("inf")).all(-1, keepdim=True), 0)
 
 
@@ -124,7 +124,7 @@ def softmax_backward_kernel(dy_ptr, y_ptr, dx_ptr, dy_stride, cols, WIDE: tl.con
 
 
 class Softmax(torch.autograd.Function):
-    """Keeps its output and not its input: the gradient needs only y."""
+    """Saves its output but not its input: the gradient needs only y."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -177,18 +177,18 @@ def rms_norm_kernel(
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0)
-        x = (x.to(WIDE) + residual.to(WIDE)).to(x.dtype)  # rounded as it is stored: backward sees the same number
+        x = (x.to(WIDE) + residual.to(WIDE)).to(x.dtype)  # rounded: backward sees the same values
         tl.store(total_ptr + row * cols + col, x, mask=inside)
     x = x.to(WIDE)
     weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(WIDE)
-    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / cols + eps)  # over cols, not BLOCK: the columns beyond are no data
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / cols + eps)  # over cols, not BLOCK: columns beyond are padding
     tl.store(inverse_ptr + row, inverse)
     tl.store(y_ptr + row * cols + col, (x * inverse * weight).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-# dw sums over rows, which lie in different programs. So there are only a few programs: each walks through many rows,
-# adds their part of dw in registers, and writes one row of partial sums at the end. A second, tiny sum adds those.
-# (Atomic additions into one dw would add in another order in every run, and give other bits.)
+# dw sums over rows, which are in different programs. So only a few programs run: each loops over many rows,
+# adds their part of dw in registers, and writes one row of partial sums at the end. A second, tiny sum adds
+# those. (Atomic additions to one dw would have another order, and other bits, in every run.)
 @triton.jit
 def rms_norm_backward_kernel(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, inverse_ptr, dx_ptr, dweight_ptr, dy_stride, dtotal_stride, x_stride,
@@ -197,10 +197,10 @@ def rms_norm_backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < cols
-    if BLOCK <= 8192:  # of a wider row, 32 warps have no registers left to hold the weight: it is read for each row
+    if BLOCK <= 8192:  # for wider rows 32 warps have no registers for it: it is read for each row
         weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(WIDE)
     dweight = tl.zeros([BLOCK], WIDE)
-    for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):  # 2: the next row is already on its way
+    for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):  # 2: the next row is in flight
         x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(WIDE)
         dy = tl.load(dy_ptr + row * dy_stride + col, mask=inside, other=0.0).to(WIDE)
         inverse = tl.load(inverse_ptr + row)
@@ -213,14 +213,14 @@ def rms_norm_backward_kernel(
         # r depends on every x of the row; that is the second term.
         dx = (scaled - normalized * (tl.sum(scaled * normalized, 0) / cols)) * inverse
         # --- end exercise ---
-        if dtotal_ptr is not None:  # x + residual also went on past the norm; its gradient comes back here
+        if dtotal_ptr is not None:  # x + residual also bypassed the norm; add its gradient
             dx += tl.load(dtotal_ptr + row * dtotal_stride + col, mask=inside, other=0.0).to(WIDE)
         tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(dweight_ptr + program * cols + col, dweight, mask=inside)
 
 
 def programs_for(rows: int, block: int, device: torch.device) -> int:
-    """As many as the GPU holds at once with about 100 registers a thread: 16 warps on each of its multiprocessors."""
+    """As many as fit on the GPU at once with about 100 registers per thread: 16 warps per multiprocessor."""
     if device.type != "cuda":
         return max(1, min(rows, 3))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -228,7 +228,7 @@ def programs_for(rows: int, block: int, device: torch.device) -> int:
 
 
 class RMSNorm(torch.autograd.Function):
-    """Keeps x (or x + residual, which the caller holds anyway) and one number per row, not the normalised rows."""
+    """Saves x (or x + residual, which the caller also has) and one value per row, not the normalised rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Any:
@@ -245,7 +245,7 @@ class RMSNorm(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(total, weight, inverse)
         ctx.shape = x.shape
-        ctx.set_materialize_grads(False)  # an output that nobody used has gradient None, not a tensor of zeros
+        ctx.set_materialize_grads(False)  # an unused output has gradient None, not a tensor of zeros
         return y if residual is None else (y, total)
 
     @staticmethod
@@ -282,7 +282,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual): the sum is in registers anyway when the norm begins."""
+    """(rms_norm(x + residual), x + residual): the sum is already in registers when the norm begins."""
     check(x=x, residual=residual, weight=weight)
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(f"x {list(x.shape)} {x.dtype} and residual {list(residual.shape)} {residual.dtype} differ")
@@ -300,7 +300,7 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-# One program turns HEADS heads of one token: they share its angles, which are read once for all of them.
+# One program rotates HEADS heads of one token: they share its angles, which are read once for all.
 @triton.jit
 def rope_kernel(
     x_ptr, cos_ptr, sin_ptr, y_ptr, batch_stride, token_stride, head_stride, tokens, angles, heads, half,
@@ -339,7 +339,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
 
 
 class RoPE(torch.autograd.Function):
-    """Keeps the two tables and nothing of x: a rotation is linear."""
+    """Saves the two tables but not x: a rotation is linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -423,7 +423,7 @@ def elementwise(*tensors: Tensor) -> tuple[list[Tensor], tuple[int, ...], tuple[
 
 
 class SwiGLU(torch.autograd.Function):
-    """Keeps gate and up, the inputs; PyTorch's row of kernels keeps silu(gate) too."""
+    """Saves gate and up, the inputs; PyTorch's kernels also save silu(gate)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -456,20 +456,20 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------- formulas and demo
 
-# Tensors of the size of x read and written by (forward, backward), and kept for backward. Weights, tables and the one
-# number per row are small beside them.
+# Tensors of the size of x read and written by (forward, backward), and saved for backward. Weights, tables
+# and the value per row are small in comparison.
 MOVED = {"softmax": (2, 3), "rms_norm": (2, 3), "add_rms_norm": (4, 4), "rope": (2, 2), "swiglu": (3, 5)}
 KEPT = {"softmax": 1, "rms_norm": 1, "add_rms_norm": 1, "rope": 0, "swiglu": 2}
 
 
 def bytes_moved(name: str, numel: int, size: int) -> tuple[int, int]:
-    """Bytes that forward and backward must move for an x of `numel` elements of `size` bytes: the roofline's memory."""
+    """Bytes that forward and backward must move, for x of `numel` elements of `size` bytes."""
     forward, backward = MOVED[name]
     return forward * numel * size, backward * numel * size
 
 
 def bytes_kept(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes that autograd keeps, weights left out. RoPE keeps its tables, which all layers of a model share."""
+    """Bytes that autograd saves, without weights. RoPE saves its tables, shared by all layers of a model."""
     numel, rows = torch.Size(shape).numel(), torch.Size(shape[:-1]).numel()
     per_row = torch.promote_types(dtype, torch.float32).itemsize if name.endswith("rms_norm") else 0
     tables = 2 * shape[1] * (shape[3] // 2) * 4 if name == "rope" else 0

@@ -1,29 +1,29 @@
-"""Chapter 9, the optimizer in Triton: AdamW that touches every number once, over one flat buffer.
+"""Chapter 9, the optimizer in Triton: AdamW that accesses every element once, over one flat buffer.
 
-The problem. AdamW is eight elementwise operations. Written with one PyTorch operation each, every one of them reads
-and writes whole tensors, and a model has hundreds of tensors, most of them so small that starting a kernel takes longer
-than running it.
+The problem. AdamW is eight elementwise operations. With one PyTorch operation each, every one reads and
+writes full tensors. A model has hundreds of tensors, most so small that launching a kernel takes longer than
+running it.
 
-The idea. No element needs any other element. So a program loads a piece of the weights, gradients and both moments,
-computes in registers, and writes the piece back. And since elements do not care to which tensor they belong, all
-parameters may lie end to end in one buffer, and one kernel serves them all:
+The idea. No element needs any other element. So a program loads a block of the weights, gradients and both
+moments, computes in registers, and writes the block back. Tensor boundaries do not matter, so all parameters
+may be concatenated in one buffer, updated by one kernel:
 
     parameters   [ embed ......... ][ q_proj .. ][ norm ][ ...          p.data is a view of its part
     gradients    [ embed ......... ][ q_proj .. ][ norm ][ ...          p.grad is a view: backward adds into it
-    programs     |  0  |  1  |  2  |  3  |  4  |  5  | ...              cut the buffer where they like
+    programs     |  0  |  1  |  2  |  3  |  4  |  5  | ...              split the buffer anywhere
 
-ZeRO (chapter 3) has such buffers anyway: a rank's shard of a bucket is a piece of one, cut where it happens to be cut.
+ZeRO (chapter 3) has such buffers anyway: a rank's shard of a bucket is an arbitrary slice of one.
 
 Formulas (1711.05101, algorithm 2), step t from 1, moments in float32:
 
     m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g²
     p = p - lr wd p - lr/(1 - b1^t) · m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-Bytes moved for each float32 parameter: p, g, m, v read (16) and p, m, v written (12): 28. A bfloat16 copy of the
-weights for the next forward pass, written in the same go, makes it 30; a kernel of its own would move 6 more. A factor
-for the gradients (clipping, or undoing a loss scale) is a pointer to one number: it costs no pass, and no wait. The
-decision to leave a step out costs none either. Where the factor is NaN the kernel writes nothing, so that no gradient
-that is not finite gets into a weight before the host has heard of it.
+Bytes moved for each float32 parameter: p, g, m, v read (16) and p, m, v written (12): 28. A bfloat16 copy of
+the weights for the next forward pass, written by the same kernel, makes it 30; a separate kernel would move 6
+more. A factor for the gradients (clipping, or undoing a loss scale) is a pointer to a scalar, without extra
+pass or wait. Skipping a step is also free: if the factor is NaN, the kernel writes nothing, so no gradient
+that is not finite changes a weight before the host knows of it.
 
     python fused_adamw.py                           against torch.optim.AdamW and float64; ends with PASS
     python fused_adamw.py --steps 20 --width 100
@@ -41,8 +41,8 @@ from _interpreter import tl, triton
 from fused import check
 from torch import Tensor, nn
 
-BLOCK = 1024  # 4 warps of 32 threads: 8 numbers of each buffer for a thread, in loads of 16 bytes
-ALIGN = 64  # elements: a parameter inside a flat buffer begins at a multiple, as matrix products want it
+BLOCK = 1024  # 4 warps of 32 threads: 8 elements of each buffer per thread, in loads of 16 bytes
+ALIGN = 64  # elements: parameters in a flat buffer begin at a multiple, for fast matmuls
 
 
 @triton.jit
@@ -59,11 +59,11 @@ def adamw_kernel(
     if scale_ptr is not None:
         scale = tl.zeros_like(g) + tl.load(scale_ptr)
         g *= scale
-        inside = inside & (scale == scale)  # NaN: nothing is written, so the step is left out
+        inside = inside & (scale == scale)  # NaN: nothing is written, so the step is skipped
     # --- exercise 9.40: one step of AdamW for these elements ---
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + one_minus_beta2 * g * g
-    p -= decay * p  # decoupled: the decay does not go through the moments
+    p -= decay * p  # decoupled: the decay bypasses the moments
     p -= step_size * m / (tl.sqrt(v) / root_correction + eps)
     # --- end exercise ---
     tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)
@@ -91,7 +91,7 @@ def adamw_(
 
     step   1 for the first step
     scale  float32, one element, on the device: the gradients are multiplied by it as they are read. If it is NaN,
-           everything stays as it is.
+           nothing changes.
     copy   of p's shape, usually bfloat16: gets the new weights
     """
     buffers = dict(p=p, g=g, m=m, v=v) | ({} if copy is None else {"copy": copy})
@@ -107,7 +107,7 @@ def adamw_(
         raise ValueError(f"scale {list(scale.shape)} {scale.dtype} on {scale.device} must be one float32 on {p.device}")
     if step < 1:
         raise ValueError(f"step {step}: the first step is 1, as the corrections 1 - beta^step must not be 0")
-    # In Python's float64, because 1 - 0.999 in float32 is off in the fifth digit.
+    # In Python's float64, because 1 - 0.999 in float32 is wrong in the fifth digit.
     beta1, beta2 = betas
     step_size, root_correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     adamw_kernel[(triton.cdiv(p.numel(), BLOCK),)](
@@ -117,9 +117,9 @@ def adamw_(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW with this chapter's kernel: the same arguments, groups and states, so checkpoints fit both.
+    """torch.optim.AdamW with this chapter's kernel: same arguments, groups, states, checkpoints.
 
-    One kernel for each parameter: only a few if these are flat buffers, from `flatten` or the shards of ZeRO.
+    One kernel per parameter: only a few for flat buffers, from `flatten` or the shards of ZeRO.
     Moments are float32 also for weights of lower precision.
     """
 
@@ -164,7 +164,7 @@ class AdamW(torch.optim.AdamW):
                     state["step"] = torch.zeros((), dtype=torch.float32)
                     state["exp_avg"] = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
                     state["exp_avg_sq"] = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-                if state["step"].device.type != "cpu":  # from a checkpoint; left there, reading it would stop the GPU
+                if state["step"].device.type != "cpu":  # from a checkpoint: avoid a host wait
                     state["step"] = state["step"].cpu()
                 state["step"] += 1
                 options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
@@ -175,11 +175,11 @@ class AdamW(torch.optim.AdamW):
 
 @torch.no_grad()
 def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
-    """Move parameters end to end into one buffer and return it, a parameter for the optimizer, gradient included.
+    """Concatenate parameters in one buffer and return it, a parameter for the optimizer, with its gradient.
 
-    The parameters stay where they are in their modules, as views of the buffer; backward adds to views of its gradient.
-    From then on `zero_grad(set_to_none=False)`: None would cut the views off. All share one set of hyperparameters, so
-    make one buffer for each group.
+    The parameters stay in their modules, as views of the buffer; backward adds to views of its gradient. From
+    then on use `zero_grad(set_to_none=False)`: None would detach the views. All share one set of
+    hyperparameters, so make one buffer per group.
     """
     parameters = list(dict.fromkeys(parameters))  # a tied parameter once
     if not all(p.requires_grad for p in parameters):
@@ -208,12 +208,12 @@ def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
 
 
 def bytes_moved(numel: int, weight: int = 4, gradient: int = 4, copy: int = 0) -> int:
-    """Bytes that a step reads and writes, for weights, gradients and a copy of so many bytes an element."""
+    """Bytes that a step reads and writes, for weights, gradients and a copy of so many bytes per element."""
     return numel * (2 * weight + gradient + 4 * 4 + copy)
 
 
 def bytes_held(numel: int) -> int:
-    """Bytes of the optimizer's states: two float32 moments (and one number for the step)."""
+    """Bytes of the optimizer's states: two float32 moments (and a scalar for the step)."""
     return 8 * numel
 
 

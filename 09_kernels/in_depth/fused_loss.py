@@ -1,27 +1,27 @@
-"""Chapter 9, the loss in Triton: cross-entropy in two passes over the logits, then one that never holds the logits.
+"""Chapter 9, the loss in Triton: cross-entropy in two passes over the logits, then without full logits.
 
-The problem. The last layer of a language model is its largest matrix product, and its output the largest tensor of the
-training step: T tokens times V words. With T = 32,768 and V = 128,256 the logits are 8.4 GB in bf16, and PyTorch holds
-more of that size (float32 logits, their log-softmax, two gradients), all to produce a single number.
+The problem. The last layer of a language model is its largest matmul, and its output the largest tensor of
+the training step: T tokens times vocabulary V. With T = 32,768 and V = 128,256 the logits are 8.4 GB in bf16.
+PyTorch stores more of that size (float32 logits, their log-softmax, two gradients), for one scalar.
 
-The idea, in two steps. First: the loss of a row needs the label's logit and two numbers, from which backward makes the
-softmax again. m is the largest logit, s the sum of exp(logit - m) over the row:
+The idea, in two steps. First: the loss of a row needs the label's logit and two values, from which backward
+recomputes the softmax. m is the largest logit, s the sum of exp(logit - m) over the row:
 
     loss = log s - (logit[label] - m)             d logit = exp(logit - m) / s - [1 at the label]
 
 A row of V logits does not fit into registers. It is read in blocks with a running maximum m and a running sum s (the
-online softmax, 1805.02867). When a block raises the maximum from m to m', what was summed before is too large by
+online softmax, 1805.02867). If a block raises the maximum from m to m', the earlier sum is too large by
 exp(m' - m):
 
     block 1     block 2     block 3             m' = max(m, max of the block)
     [-------]   [-------]   [----···]           s' = s exp(m - m') + sum of exp(block - m')
-    m, s    ->  m', s'   -> m'', s''            (labels of -100 are no tokens: loss 0, gradient 0)
+    m, s    ->  m', s'   -> m'', s''            (labels of -100: loss 0, gradient 0)
 
-Kept for backward: the logits as they came, and m and s. (One number, m + log s, would do, and cost digits: of a sum
-around 100, float32 keeps 1e-5, so every probability would be off by that much.)
+Saved for backward: the logits as given, and m and s. (One value, m + log s, would suffice but cost digits: of
+a sum around 100, float32 keeps 1e-5, so every probability would have that error.)
 
-Second: a token's loss depends on no other token. So the output layer and the loss can be computed for C tokens at a
-time, and the gradients of that chunk at once, while its logits are still there. The chunk's memory serves the next one:
+Second: a token's loss depends on no other token. So the output layer and the loss can run on C tokens at a
+time, and compute the gradients of that chunk while its logits exist. The next chunk reuses the memory:
 
     hidden [T, H]   C rows -> logits [C, V] -> loss of C tokens
                                   |  overwritten by their own gradient G
@@ -29,14 +29,14 @@ time, and the gradients of that chunk at once, while its logits are still there.
                                   +-> Gᵀ h  -> added to d weight  [V, H], in float32
 
     memory      chunk C·V·e  +  d weight V·H·4  +  d hidden T·H·e         instead of several times T·V·e
-    FLOPs       6·T·H·V, the same three products; nothing is computed twice
+    FLOPs       6·T·H·V, the same three matmuls; nothing is computed twice
 
-Backward then only multiplies by the gradient of the sum, a single number. This is what Liger does (2410.10989).
+Backward then only multiplies by the gradient of the sum, a scalar. Liger does the same (2410.10989).
 
     python fused_loss.py                             both against float64 and PyTorch; ends with PASS
     python fused_loss.py --tokens 100 --vocab 3000 --chunk 7 --dtype float16
 
-Shapes: T = B·S tokens, H hidden, V vocabulary, C tokens of a chunk; e bytes of a number.
+Shapes: T = B·S tokens, H hidden, V vocabulary, C tokens of a chunk; e bytes per element.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from fused import as_rows, check, wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE = -100  # a label of -100 is no token to be predicted
-# From torch 2.12 on a product in bf16 can add itself to a sum in fp32. Before, it is written and added in a pass of its
-# own, 16 bytes for each element of d weight and each chunk instead of 8: so there chunks are twice as large.
+IGNORE = -100  # the label of a token without a target
+# From torch 2.12 on a bf16 matmul can accumulate into fp32. Before, the result is written and added in a pass
+# of its own, 16 bytes per element of d weight and chunk instead of 8, so chunks are twice as large.
 ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-CHUNK_BYTES = 2**30 if ADDS_WIDE else 2**31  # the logits of one chunk: small beside everything else
+CHUNK_BYTES = 2**30 if ADDS_WIDE else 2**31  # the logits of one chunk: small compared with everything else
 SLICE_BYTES = 2**28  # the part of d weight that is computed before it is added
 
 # -------------------------------------------------------------------------------------------------- references
@@ -89,13 +89,13 @@ def cross_entropy_kernel(
         word = start + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + word, mask=word < vocab, other=-float("inf")).to(WIDE)
         higher = tl.maximum(m, tl.max(x, 0))
-        safe = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: -inf - (-inf) would be NaN
+        safe = tl.where(higher == -float("inf"), 0.0, higher)  # only -inf so far: -inf - (-inf) would be NaN
         s = s * tl.exp(m - safe) + tl.sum(tl.exp(x - safe), 0)
         m = higher
     # --- end exercise ---
     inside = (label >= 0) & (label < vocab)
     loss = tl.log(s) - (tl.load(logits_ptr + label, mask=inside, other=0.0).to(WIDE) - m)
-    # A label that is no word must not read beyond the row, nor pass for a number.
+    # An invalid label must not read beyond the row, and its loss is NaN.
     loss = tl.where(inside, loss, float("nan"))
     tl.store(loss_ptr + row, tl.where(label == -100, 0.0, loss))
     tl.store(m_ptr + row, m)
@@ -114,7 +114,7 @@ def cross_entropy_backward_kernel(
     label = tl.load(labels_ptr + row)
     m = tl.load(m_ptr + row)
     s = tl.load(s_ptr + row)
-    scale = tl.load(scale_ptr).to(WIDE)  # the gradient of the sum, one number for all rows
+    scale = tl.load(scale_ptr).to(WIDE)  # the gradient of the sum, one scalar for all rows
     # --- exercise 9.38: the gradient of this block of the row's logits ---
     x = tl.load(logits_ptr + row * stride + word, mask=word < vocab, other=0.0).to(WIDE)
     gradient = tl.exp(x - m) / s - tl.where(word == label, 1.0, 0.0)
@@ -163,7 +163,7 @@ def rows_and_labels(x: Tensor, labels: Tensor, vocab: int, name: str) -> tuple[T
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they came and two numbers per row; PyTorch keeps the log-softmax of a float32 copy."""
+    """Saves the logits as given and two values per row; PyTorch saves the log-softmax of a float32 copy."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -194,15 +194,15 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [V, H] += aᵀ b, with a [C, V], b [C, H]; total in float32 whatever the dtype of a and b.
+    """total [V, H] += aᵀ b, with a [C, V], b [C, H]; total in float32 for any dtype of a and b.
 
-    In bf16 the sum over chunks would be rounded once for each chunk. The product comes in slices of `total`, so that it
-    needs little memory of its own, and on a GPU leaves the tensor cores in float32, as it was summed inside them.
+    In bf16 the sum over chunks would be rounded once per chunk. The matmul runs on slices of `total`, so that
+    it needs little memory, and on a GPU returns the float32 sums of the tensor cores.
     """
     step = max(1, SLICE_BYTES // (total.shape[1] * total.element_size()))
     for begin in range(0, total.shape[0], step):
         part = slice(begin, begin + step)
-        if a.dtype == total.dtype or a.device.type == "cpu":  # where a product gives the dtype of its factors
+        if a.dtype == total.dtype or a.device.type == "cpu":  # here a matmul returns the dtype of its factors
             total[part] += a[:, part].T.to(total.dtype) @ b.to(total.dtype)
         elif ADDS_WIDE:
             rows = total[part]
@@ -212,7 +212,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Loss and gradients of the output layer, C tokens at a time. Keeps the two gradients and no activation at all."""
+    """Loss and gradients of the output layer, C tokens at a time. Saves both gradients and no activations."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, differentiate: bool) -> Tensor:
@@ -220,7 +220,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         T, V = h.shape[0], weight.shape[0]
         exact = torch.promote_types(h.dtype, torch.float32)
         loss, m, s = (torch.empty(T, dtype=exact, device=h.device) for _ in range(3))
-        one = torch.ones((), dtype=exact, device=h.device)  # backward knows by how much the sum counts; not yet
+        one = torch.ones((), dtype=exact, device=h.device)  # the scale is known only in backward
         for_h, for_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
         dh = torch.empty(h.shape, dtype=h.dtype, device=h.device) if for_h else None
         dweight = torch.zeros(weight.shape, dtype=exact, device=h.device) if for_weight else None
@@ -255,8 +255,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def chunk_for(tokens: int, vocab: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk, in multiples of 128, the rows of a tensor-core tile. There are as few chunks as CHUNK_BYTES of
-    logits allow, and all are alike, since a last one of a few tokens would cost a pass over d weight, too.
+    """Tokens of a chunk, a multiple of 128, the rows of a tensor-core tile. As few chunks as CHUNK_BYTES of
+    logits allow, all equal, since a short last one would also cost a pass over d weight.
 
     Smaller is not better: each chunk reads and writes all of d weight, V·H·4 bytes, against C·V·e of its own logits.
     So C should not be small against H.
@@ -269,7 +269,7 @@ def chunk_for(tokens: int, vocab: int, dtype: torch.dtype) -> int:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
     """cross_entropy(hidden @ weightᵀ, labels) without the logits; hidden [..., H], weight [V, H], labels [...] int64.
 
-    Under autocast hidden and weight are cast as they would be before a linear layer, which leaves float64 alone.
+    Under autocast hidden and weight are cast as before a linear layer, which does not change float64.
     """
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -282,7 +282,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk {chunk} must be at least 1")
     chunk = chunk or chunk_for(hidden.shape[:-1].numel(), weight.shape[0], weight.dtype)
-    # Asked here: inside forward no_grad is always on, and needs_input_grad only says what the inputs want.
+    # Decided here: in forward no_grad is always on, and needs_input_grad reflects only the inputs.
     return LinearCrossEntropy.apply(hidden, weight, labels, chunk, torch.is_grad_enabled())
 
 
@@ -290,7 +290,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
 
 
 def bytes_kept(name: str, tokens: int, vocab: int, hidden: int, dtype: torch.dtype) -> int:
-    """Bytes that autograd keeps between forward and backward, the layer's own weight left out."""
+    """Bytes that autograd saves between forward and backward, without the layer's weight."""
     exact = torch.promote_types(dtype, torch.float32).itemsize
     if name == "cross_entropy":  # logits, labels, m and s
         return tokens * vocab * dtype.itemsize + 8 * tokens + 2 * tokens * exact
@@ -298,7 +298,7 @@ def bytes_kept(name: str, tokens: int, vocab: int, hidden: int, dtype: torch.dty
 
 
 def largest_tensor(name: str, tokens: int, vocab: int, hidden: int, chunk: int) -> int:
-    """Elements of the largest tensor that comes into being."""
+    """Elements of the largest tensor that is created."""
     return (
         tokens * vocab if name == "cross_entropy" else max(min(chunk, tokens) * vocab, vocab * hidden, tokens * hidden)
     )

@@ -2,8 +2,8 @@
 //
 //     C = A · B         A [M, K], B [K, N], C [M, N], all row-major, fp32
 //
-// Every rung adds one idea to the one before. All compute the same 2·M·N·K FLOPs; what changes is how often a number
-// is fetched, and from where:
+// Every rung adds one idea to the one before. All compute the same 2·M·N·K FLOPs; they differ in how often an
+// element is fetched, and from where:
 //
 //     global memory (DRAM, GBs)  -->  shared memory (a block's, 227 KB on an H100)  -->  registers (a thread's, 255)
 //
@@ -12,7 +12,7 @@
 //     1 naive             one thread per element of C, in the wrong order      33
 //     2 coalesced         neighbouring threads read neighbouring addresses     5
 //     3 shared_tiles      a block fetches a tile once for all its threads      4 (1/32 + 1/32)
-//     4 coarsened_1d      8 results per thread: B's number is used 8 times     4 (1/64 + 1/64)
+//     4 coarsened_1d      8 results per thread: B's element is used 8 times    4 (1/64 + 1/64)
 //     5 coarsened_2d      8 x 8 results per thread: 16 loads for 64 FMAs       4 (1/128 + 1/128)
 //     6 vectorised        16 bytes per load, no bank conflicts                 the same
 //     7 warp_tiles        a warp owns a compact tile; loads overlap the work   the same
@@ -23,19 +23,19 @@
 // In ncu look at: 1 and 2, "sectors per request"; 3, "L1 and shared bandwidth"; 5 and 6, "shared bank conflicts";
 // 4, 5, 7, "warp stall reasons" and "registers per thread"; 7, "FMA pipe utilisation".
 //
-// Build: matmul_ladder.py does it, with nvcc where there is a GPU, else with g++ (see cuda_on_cpu.h).
+// Build: by matmul_ladder.py, with nvcc if there is a GPU, otherwise with g++ (see cuda_on_cpu.h).
 #include "cuda_on_cpu.h"
 
 // ------------------------------------------------------------------------------------------- rung 0: vector addition
 
-// The grid covers n with blocks of 256 threads, so the last block may hang over the end: hence the `if`.
+// The grid covers n with blocks of 256 threads, so the last block may exceed the end: hence the `if`.
 __global__ void vector_add(int n, global<const float> a, global<const float> b, global<float> c) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) c[i] = a[i] + b[i];
 }
 
-// The host's part. In a program of its own it would also be the host that makes room on the GPU and copies there and
-// back (cudaMalloc, cudaMemcpy); here PyTorch has done that, and hands over pointers and the stream to work in.
+// The host's part. In a separate program the host would also allocate GPU memory and copy both ways
+// (cudaMalloc, cudaMemcpy); here PyTorch has done that, and passes pointers and the stream.
 extern "C" const char* run_vector_add(int n, const float* a, const float* b, float* c, void* stream) {
     return launch(vector_add, dim3((n + 255) / 256), dim3(256), 0, stream, n, a, b, c);
 }
@@ -68,7 +68,7 @@ __global__ void coalesced(int M, int N, int K, global<const float> A, global<con
 
 // ----------------------------------------------------------------------------------------------- rung 3: shared tiles
 
-// An element, or 0 where there is none: a tile that hangs over the edge is filled up with zeros, which add nothing.
+// An element, or 0 beyond the matrix: a tile that exceeds the edge is padded with zeros, which add nothing.
 __device__ inline float at(global<const float> X, int row, int col, int rows, int cols) {
     return row < rows && col < cols ? X[row * cols + col] : 0.0f;
 }
@@ -85,17 +85,17 @@ __global__ void shared_tiles(int M, int N, int K, global<const float> A, global<
     for (int k0 = 0; k0 < K; k0 += T) {
         As[ty * T + tx] = at(A, row, k0 + tx, M, K);
         Bs[ty * T + tx] = at(B, k0 + ty, col, K, N);
-        __syncthreads();  // nobody reads before everybody has written
+        __syncthreads();  // all threads write before any reads
         for (int k = 0; k < T; k++) sum += As[ty * T + k] * Bs[k * T + tx];
-        __syncthreads();  // nobody writes the next tiles before everybody has read these
+        __syncthreads();  // all threads read these tiles before any writes the next
     }
     if (row < M && col < N) C[row * N + col] = sum;
 }
 
 // ----------------------------------------------------------------------------------------------- rung 4: coarsened 1D
 
-// Shared memory is now the limit: two numbers from it for each FMA. So a thread computes 8 elements of C, in one column.
-// It loads Bs once for all 8. 512 threads share a 64 x 64 tile of C; a step along K is 8 long.
+// Shared memory is now the limit: two elements from it per FMA. So a thread computes 8 elements of C, in one
+// column. It loads Bs once for all 8. 512 threads share a 64 x 64 tile of C; a step along K is 8 long.
 __global__ void coarsened_1d(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
     constexpr int BM = 64, BN = 64, BK = 8, TM = 8, THREADS = 512;
     __shared__ float tile_a[BM * BK], tile_b[BK * BN];
@@ -121,9 +121,9 @@ __global__ void coarsened_1d(int M, int N, int K, global<const float> A, global<
 
 // ----------------------------------------------------------------------------------------------- rung 5: coarsened 2D
 
-// The same idea in both directions: 8 numbers of A and 8 of B, once in registers, make an outer product of 64 FMAs.
-// 256 threads, 16 x 16, share a 128 x 128 tile. What remains: lanes of a warp now read Bs 8 floats apart, so 16 of
-// them fall on 4 of the 32 banks, and a load takes 4 turns.
+// The same idea in both directions: 8 elements of A and 8 of B in registers make an outer product of 64 FMAs.
+// 256 threads, 16 x 16, share a 128 x 128 tile. What remains: lanes of a warp now read Bs 8 floats apart, so
+// 16 of them use 4 of the 32 banks, and a load takes 4 cycles.
 __global__ void __launch_bounds__(256)
 coarsened_2d(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
     constexpr int BM = 128, BN = 128, BK = 8, TM = 8, TN = 8, THREADS = 256;
@@ -155,7 +155,7 @@ coarsened_2d(int M, int N, int K, global<const float> A, global<const float> B, 
 // ------------------------------------------------------------------------------------------------- rung 6: vectorised
 
 // Four neighbours in a row by one 16-byte load. That needs an address which is a multiple of 16 bytes, hence rows whose
-// length is a multiple of 4. WHOLE says that all sizes are multiples of the tile, so there is nothing to ask.
+// length is a multiple of 4. WHOLE says that all sizes are multiples of the tile, so no check is needed.
 template <bool WHOLE>
 __device__ inline float4 four_at(global<const float> X, int row, int col, int rows, int cols) {
     if (WHOLE || (cols % 4 == 0 && row < rows && col < cols)) return load4(X, row * cols + col);
@@ -212,10 +212,10 @@ vectorised(int M, int N, int K, global<const float> A, global<const float> B, gl
 
 // ------------------------------------------------------------------------------------------------- rung 7: warp tiles
 
-// Two ideas. First, warp tiles: a warp owns 64 x 32 of C instead of two stripes of 8 x 128, so its lanes want
-// 64 + 32 numbers of a step instead of 16 + 128. Second, double buffering: there are two tiles of A and B. While the
-// warps work on one, the numbers of the next are already on their way from global memory into registers; they are put
-// into the other tile after the work, and one barrier a step is enough.
+// Two ideas. First, warp tiles: a warp owns 64 x 32 of C instead of two stripes of 8 x 128, so its lanes need
+// 64 + 32 elements per step instead of 16 + 128. Second, double buffering: there are two tiles of A and B.
+// While the warps work on one, the elements of the next are in flight from global memory into registers; they
+// are stored in the other tile after the work, and one barrier per step is enough.
 //
 //     step k       global -> registers (k+1)    FMAs on buffer k%2    registers -> buffer (k+1)%2    barrier
 template <bool WHOLE>
@@ -261,7 +261,7 @@ warp_tiles(int M, int N, int K, global<const float> A, global<const float> B, gl
 #pragma unroll
                 for (int j = 0; j < 8; j++) sum[i][j] += a[i] * b[j];
         }
-        if (more) put(now ^ 1);  // nobody reads that buffer: all have passed the barrier at the end of the last step
+        if (more) put(now ^ 1);  // no thread reads that buffer: all have passed the last step's barrier
         __syncthreads();
     }
     for (int i = 0; i < 8; i++)

@@ -1,11 +1,11 @@
-"""Chapter 9, the CUDA ladder: a matrix product from the first kernel to the tensor cores, one idea a rung.
+"""Chapter 9, the CUDA ladder: a matmul from the first kernel to the tensor cores, one idea per rung.
 
-The problem. C = A·B with M = N = K = n needs 2n³ FLOPs and could read each number once: n/6 FLOPs per byte in fp32. The
-simplest kernel reads two numbers per FMA, a quarter of a FLOP per byte. A GPU that computes 14 fp32 FLOPs in the time
-in which its memory delivers a byte (H200: 67 TFLOP/s, 4.8 TB/s) then waits nearly all the time. Every rung of the
-ladder removes one reason to wait.
+The problem. C = A·B with M = N = K = n needs 2n³ FLOPs and could read each element once: n/6 FLOPs per byte
+in fp32. The simplest kernel reads two elements per FMA, a quarter of a FLOP per byte. A GPU that computes 14
+fp32 FLOPs in the time in which its memory delivers a byte (H200: 67 TFLOP/s, 4.8 TB/s) then waits nearly all
+the time. Every rung of the ladder removes one reason to wait.
 
-The idea. Fetch a number once, use it often, from ever nearer places:
+The idea. Fetch an element once and reuse it often, from memories closer to the cores:
 
     global memory ──> shared memory ──> registers ──> FMA units, tensor cores
                  BM x BN tile      TM x TN per thread
@@ -15,12 +15,12 @@ The idea. Fetch a number once, use it often, from ever nearer places:
     occupancy = warps that fit into a multiprocessor's registers, shared memory and slots, over the most it can hold
 
 The kernels are CUDA: matmul_ladder.cu (0 to 7, fp32), tensor_cores.cu (8 to 10, bf16), clusters.cu (11 and 12). This
-file builds and calls them, predicts what they fetch, and holds the prediction against what is counted. One rung is
-here, in Triton: the tiled product of rung 3, in which the compiler chooses threads, shared memory and copies.
+file builds and calls them, predicts what they fetch, and compares that with the count. One rung is here,
+in Triton: the tiled matmul of rung 3, in which the compiler chooses threads, shared memory and copies.
 
 Without a GPU everything runs on the CPU, through cuda_on_cpu.h and Triton's interpreter; TMA, mbarriers, mma, wgmma and
-clusters are emulated instruction by instruction (ptx.h, clusters.h). That shows that a kernel computes the right thing,
-in any order of its threads, and how many sectors it asks for. It shows nothing about time.
+clusters are emulated instruction by instruction (ptx.h, clusters.h). This shows if a kernel is right in any
+order of its threads, and how many sectors it requests. It shows nothing about time.
 
     python matmul_ladder.py   every rung against float64, in four orders of the threads; ends with PASS
     python matmul_ladder.py --rung warp_tiles --size 200 300 77
@@ -41,7 +41,7 @@ from typing import NoReturn
 import torch
 import torch.nn.functional as F
 from _cuda import FORWARD, REVERSE, Counters, CudaError, Resources, call, racing, resources
-from _interpreter import INTERPRETED, tl, triton  # Triton, run by Python where there is no GPU
+from _interpreter import INTERPRETED, tl, triton  # Triton, run by Python without a GPU
 from torch import Tensor
 
 SECTOR = 32  # bytes: the unit in which global memory is read
@@ -54,23 +54,23 @@ class Rung:
     number: int
     name: str  # of the kernel
     dtype: torch.dtype
-    tile: tuple[int, int] | None  # (BM, BN); None: every thread fetches for itself
+    tile: tuple[int, int] | None  # (BM, BN); None: each thread fetches its own
     threads: int  # of a block
-    dynamic_shared: int = 0  # bytes that the launch asks for
-    per_fma: int = 0  # sectors that a warp of 32 FMAs fetches, where there is no tile
-    bank_turns: float = 1.0  # turns that loads from shared memory take, over the least there could be
+    dynamic_shared: int = 0  # bytes requested at launch
+    per_fma: int = 0  # sectors that a warp of 32 FMAs fetches, without tiles
+    bank_turns: float = 1.0  # cycles of loads from shared memory, over the minimum
     capability: tuple[int, int] = (0, 0)  # the oldest GPU that can run it
-    cluster: int = 1  # blocks that share the columns of their tiles: B is fetched once for all of them
+    cluster: int = 1  # blocks with common columns: B is fetched once for all
 
     def load_sectors(self, M: int, N: int, K: int) -> int:
-        """Sectors of 32 bytes asked for. M, N and K are multiples of the tile, so that no part of a tile is empty."""
+        """Requested sectors of 32 bytes. M, N and K are multiples of the tile, so that all tiles are full."""
         if self.tile is None:
             return M * N // 32 * K * self.per_fma
         BM, BN = self.tile
         return (M // BM) * (N // BN) * K * (BM + BN // self.cluster) * self.dtype.itemsize // SECTOR
 
     def intensity(self, M: int, N: int, K: int) -> float:
-        """FLOPs per byte asked for."""
+        """FLOPs per requested byte."""
         return 2 * M * N * K / (self.load_sectors(M, N, K) * SECTOR)
 
     @property
@@ -92,21 +92,21 @@ LADDER = [
     Rung(7, "warp_tiles", torch.float32, (128, 128), 256),
     Rung(8, "mma_tiles", torch.bfloat16, (128, 128), 256, 3 * (128 + 128) * 64 * 2, capability=(8, 0)),
     Rung(9, "tma_wgmma", torch.bfloat16, (128, 256), 256, 4 * (128 + 256) * 64 * 2, capability=(9, 0)),
-    # From here on sums on their way out lie behind the tiles: half of a tile's 64 KB in rungs 10 and 11, and two whole
-    # tiles of 32 KB in rung 12. In rungs 11 and 12, ten barriers of 8 bytes behind them.
+    # From here on output sums are stored behind the tiles: half of a tile's 64 KB in rungs 10 and 11, and two
+    # full tiles of 32 KB in rung 12. In rungs 11 and 12, ten barriers of 8 bytes follow.
     Rung(10, "persistent", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 128 + 32768, capability=(9, 0)),
     Rung(11, "multicast", torch.bfloat16, (128, 256), 384, 4 * (128 + 256) * 128 + 32848, capability=(9, 0), cluster=2),
     Rung(12, "ping_pong", torch.bfloat16, (64, 256), 384, 4 * (64 + 256) * 128 + 65616, capability=(9, 0), cluster=2),
 ]
 RUNGS = {rung.name: rung for rung in LADDER}
-TRITON = "triton"  # the tiled product in Triton, below
+TRITON = "triton"  # the tiled matmul in Triton, below
 
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What one multiprocessor has (CUDA C++ programming guide, table "technical specifications per capability")."""
+    """Resources of a multiprocessor (CUDA C++ programming guide, table of specifications per capability)."""
 
-    shared: int  # bytes for all its blocks, of which each block costs 1024 more than it asked for
+    shared: int  # bytes for all blocks; each block costs 1024 extra
     block_shared: int  # the most for one block
     registers: int = 65536
     warps: int = 64
@@ -118,10 +118,10 @@ GPUS = {"sm_80": Multiprocessor(164 * 1024, 163 * 1024), "sm_90a": Multiprocesso
 
 
 def occupancy(used: Resources, threads: int, gpu: Multiprocessor, dynamic_shared: int = 0) -> float:
-    """Warps that are on a multiprocessor at one time, over the most it can hold.
+    """Resident warps of a multiprocessor, over the maximum.
 
-    While a warp waits for memory another one computes, if there is another one. Registers are given to a warp (32
-    threads), each thread's count rounded up to a multiple of 8; blocks come whole or not at all.
+    While a warp waits for memory another resident warp can compute. Registers are allocated per warp (32
+    threads), each thread's count rounded up to a multiple of 8; blocks are resident in full or not at all.
     """
     # --- exercise 9.24: the scarcest of registers, shared memory, warps and blocks decides ---
     warps = -(-threads // 32)
@@ -148,7 +148,7 @@ def tiled_kernel(
         k = k0 + tl.arange(0, BK)
         a = tl.load(A + row * a_row + k[None, :] * a_col, mask=(row < M) & (k[None, :] < K), other=0.0)  # [BM, BK]
         b = tl.load(B + k[:, None] * b_row + col * b_col, mask=(k[:, None] < K) & (col < N), other=0.0)  # [BK, BN]
-        # "ieee": otherwise fp32 products on tensor cores are TF32, with the 10 bits of fp16's mantissa, and no warning.
+        # "ieee": otherwise fp32 on tensor cores is silently TF32, with the 10 bits of fp16's mantissa.
         total += tl.dot(a, b, input_precision="ieee")
     # --- end exercise ---
     tl.store(C + row * N + col, total.to(C.dtype.element_ty), mask=(row < M) & (col < N))
@@ -160,10 +160,10 @@ def tiled_kernel(
 def matmul(
     a: Tensor, b: Tensor, rung: str = "warp_tiles", *, out: Tensor | None = None, order: int = FORWARD
 ) -> Tensor:
-    """a [M, K] times b [K, N] by the named rung. The inputs may be any views; `order` is of the threads, on the CPU.
+    """a [M, K] times b [K, N] by the named rung. The inputs may be any views; `order`: of the CPU's threads.
 
     Raises ValueError, in one line, for what the rung cannot do: other dtypes, two devices, shapes that do not fit, 2³¹
-    elements or more (offsets are 32 bits), a GPU that is too old, an `out` of another kind or out of line.
+    elements or more (offsets are 32 bits), a GPU that is too old, an `out` of another kind or layout.
     """
     check_matmul(a, b, rung)
     (M, K), N = a.shape, b.shape[1]
@@ -181,7 +181,7 @@ def matmul(
         return out
     spec = RUNGS[rung]
     a_across, b_across = lies_across(a), lies_across(b.t())
-    if rung == "multicast" and (a_across or b_across):  # it reads such a factor as it lies
+    if rung == "multicast" and (a_across or b_across):  # it reads this layout directly
         a = a.t() if a_across else aligned(a)
         b = b if b_across else aligned(b.t())
         call(spec.call[0], "run_matmul_across", int(a_across), int(b_across), M, N, K, a, b, out, order=order)
@@ -192,7 +192,7 @@ def matmul(
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself if it lies in rows from an address that is a multiple of 16, as 16-byte loads want it; else a copy."""
+    """x if row-major at an address that is a multiple of 16, as 16-byte loads require; otherwise a copy."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
@@ -204,9 +204,9 @@ def bf16_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lies_across(x: Tensor) -> bool:
-    """Whether a factor x [R, K] lies in rows along R (it is somebody's transpose) that TMA can fetch as they are, since
-    they begin at multiples of 16 bytes. K must be a multiple of 8 too, as the other factor may lie in rows along it. A
-    single row or column lies both ways, and is not counted."""
+    """Whether a factor x [R, K] is contiguous along R (a transpose), rows at multiples of 16 bytes, so that
+    TMA can fetch them directly. K must also be a multiple of 8, as the other factor may be contiguous along
+    it. A single row or column has both layouts, and is excluded."""
     rows = not x.is_contiguous() and x.t().is_contiguous()
     return rows and x.shape[0] % 8 == x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
 
@@ -218,29 +218,29 @@ def check_matmul(a: Tensor, b: Tensor, rung: str) -> None:
         raise ValueError(f"a {list(a.shape)} times b {list(b.shape)} is no product of matrices [M, K] and [K, N]")
     if a.device != b.device or a.dtype != b.dtype:
         raise ValueError(f"a is {a.dtype} on {a.device} and b is {b.dtype} on {b.device}; they must be alike")
-    narrow = () if INTERPRETED else (torch.bfloat16,)  # the interpreter computes wrongly with bf16, without a word
+    narrow = () if INTERPRETED else (torch.bfloat16,)  # the interpreter is silently wrong for bf16
     allowed = (torch.float32, torch.float16, *narrow) if rung == TRITON else (RUNGS[rung].dtype,)
     if a.dtype not in allowed:
         raise ValueError(f"rung {rung} takes {' or '.join(str(d) for d in allowed)}, not {a.dtype}; cast a and b first")
     extents = {"a": (list(a.shape), a.stride()), "b": (list(b.shape), b.stride())}
     (M, K), N = a.shape, b.shape[1]
-    if rung != TRITON and RUNGS[rung].dtype == torch.bfloat16:  # what bf16_operands will make of them
+    if rung != TRITON and RUNGS[rung].dtype == torch.bfloat16:  # as bf16_operands will change them
         K += -K % 8
         extents |= {"a, with K padded,": ([M, K], (K, 1)), "b, with K padded,": ([K, N], (1, K))}
     for name, (shape, strides) in (extents | {"the product": ([M, N], (N, 1))}).items():
         span = 1 + sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))  # from first to last element
         if max(span, shape[0] * shape[1]) >= 2**31:
             raise ValueError(f"{name} {shape} reaches over 2^31 elements, too far for 32-bit offsets; split it")
-    if a.shape[0] > 65535 * 32:  # rows of tiles are the grid's y, which ends at 65535
+    if a.shape[0] > 65535 * 32:  # rows of tiles are the grid's y, at most 65535
         raise ValueError(f"a has {a.shape[0]} rows; a grid has at most 65535 rows of tiles of 32; split a")
     if rung in RUNGS and a.is_cuda:
         have, need = torch.cuda.get_device_capability(a.device), RUNGS[rung].capability
-        if have < need or (need == (9, 0) and have != need):  # wgmma exists on Hopper only, not on what came later
+        if have < need or (need == (9, 0) and have != need):  # wgmma exists only on Hopper, not on later GPUs
             raise ValueError(f"rung {rung} needs compute capability {need[0]}.{need[1]}, not {have[0]}.{have[1]}")
 
 
 def count(rung: Rung, M: int, N: int, K: int) -> Counters:
-    """What the rung does on the CPU for a product of this size."""
+    """The counters of the rung on the CPU for a matmul of this size."""
     a, b = torch.zeros(M, K, dtype=rung.dtype), torch.zeros(K, N, dtype=rung.dtype)
     if rung.dtype == torch.bfloat16:
         a, b = bf16_operands(a, b)
@@ -251,18 +251,18 @@ def count(rung: Rung, M: int, N: int, K: int) -> Counters:
 
 
 def rms_error(got: Tensor, want: Tensor) -> float:
-    """Root of the mean square of got - want. NaN if there is one in `got`."""
+    """Root mean square of got - want. NaN if `got` has any."""
     return float((got.double() - want).square().mean().sqrt())
 
 
 def reference(a: Tensor, b: Tensor) -> tuple[Tensor, float]:
-    """a · b in float64, and the error of PyTorch's product in the precision of a and b.
+    """a · b in float64, and the error of PyTorch's matmul in the precision of a and b.
 
-    Where that is smaller than what a sum of K terms in fp32, one after the other, is off by, it is this instead: each
-    of the K additions rounds a partial sum of k terms by up to eps/2 of it, in the mean square eps²/12, and over all k
-    that gives eps √(K/24) of the result. cuBLAS may cut K into p pieces and add those; its error is √p times smaller,
-    and a kernel which does not is no less right.
-    TF32 is off while PyTorch computes: a reference in lower precision would excuse anything.
+    If that is below the expected error of a sequential fp32 sum of K terms, it is that error instead: each of
+    the K additions rounds a partial sum of k terms by up to eps/2 of it, in the mean square eps²/12, and over
+    all k that gives eps √(K/24) of the result. cuBLAS may split K into p pieces and add those; its error is
+    √p times smaller, but a kernel without this is as correct. TF32 is off while PyTorch computes, because a
+    reference in lower precision would accept any error.
     """
     allowed, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     try:
@@ -275,18 +275,18 @@ def reference(a: Tensor, b: Tensor) -> tuple[Tensor, float]:
 
 
 def error_ratio(got: Tensor, a: Tensor, b: Tensor) -> float:
-    """The error of `got` over that of PyTorch's product in the same precision; both against float64."""
+    """The error of `got` over the error of PyTorch's matmul in the same precision, against float64."""
     want, theirs = reference(a, b)
     return rms_error(got, want) / theirs
 
 
 def within(error: float, limit: float) -> bool:
-    """NaN is not within any limit. (`error > limit` is false for NaN as well, so one must not ask that way round.)"""
+    """NaN is not within any limit. (`error > limit` is also false for NaN, so do not test it that way.)"""
     return error <= limit
 
 
 def random_inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """a and b inside larger fields of NaN: a kernel that reads outside of them cannot look right."""
+    """a and b inside larger fields of NaN, so that reads outside of them show."""
     generator = torch.Generator().manual_seed(seed)
 
     def field(rows: int, cols: int) -> Tensor:
@@ -298,7 +298,7 @@ def random_inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str, seed:
 
 
 def verify(rung: str, M: int, N: int, K: int, device: str) -> tuple[float, bool]:
-    """(error over PyTorch's, the same bits in every order of the threads) on fresh inputs and a poisoned output."""
+    """(error over PyTorch's, equal bits in all thread orders), for fresh inputs and a poisoned output."""
     dtype = torch.float32 if rung == TRITON else RUNGS[rung].dtype
     a, b = random_inputs(M, N, K, dtype, device)
     orders = (FORWARD, REVERSE, 7, racing(7)) if device == "cpu" and rung != TRITON else (FORWARD,)
@@ -307,7 +307,7 @@ def verify(rung: str, M: int, N: int, K: int, device: str) -> tuple[float, bool]
 
 
 def print_resources(arch: str) -> bool:
-    """A table of what each kernel takes of a multiprocessor. False if one takes more than there is."""
+    """A table of the resources of each kernel. False if one exceeds a multiprocessor."""
     gpu, fits = GPUS[arch], True
     rungs = [rung for rung in LADDER if arch != "sm_80" or rung.capability <= (8, 0)]
     found: dict[str, Resources] = {}
@@ -346,7 +346,7 @@ def main() -> int:
     if options.device == "cpu" and not INTERPRETED and options.rung in (None, TRITON):
         parser.error("--device cpu: on a machine with a GPU, Triton runs on the CPU only with TRITON_INTERPRET=1 set")
     if int(os.environ.get("RANK", 0)) != 0:
-        return 0  # a kernel is the business of one device; under torchrun the first rank does it
+        return 0  # a kernel uses one device; under torchrun only rank 0 runs it
     try:
         if options.resources:
             fits = print_resources(options.resources)
@@ -360,7 +360,7 @@ def main() -> int:
 
 def demo(rungs: list[str], M: int, N: int, K: int, device: str) -> int:
     wrong = []
-    M0, N0, K0 = 128, 256, 64  # to count at: whole tiles of every rung; a cluster has two, one above the other
+    M0, N0, K0 = 128, 256, 64  # sizes to count: full tiles of every rung; a cluster has two, stacked
     print(f"errors at {M} x {N} x {K} on {device}; sectors and bank turns on the CPU only, at {M0} x {N0} x {K0}, and")
     print(f"for clusters of two at {2 * M0} x {N0} x {K0}")
     print(f"{'rung':<17}{'error/torch':>12}{'any order':>11}{'sectors: predicted':>20}{'counted':>9}{'bank turns':>13}")

@@ -1,34 +1,34 @@
-// Chapter 9, the ladder in bf16: tensor cores, then Hopper's copy engine, then a kernel that never stops.
+// Chapter 9, the ladder in bf16: tensor cores, then Hopper's copy engine, then a persistent kernel.
 //
 //     C = A · Bᵀ        A [M, K], B [N, K], C [M, N], row-major bf16; sums in fp32
 //
-// B is stored as nn.Linear stores its weight, so that both operands are contiguous along K, as tensor cores like them.
-// K must be a multiple of 8 (16 bytes); matmul_ladder.py pads.
+// B is stored as nn.Linear stores its weight, so that both operands are contiguous along K, as tensor cores
+// need them. K must be a multiple of 8 (16 bytes); matmul_ladder.py pads.
 //
 //     rung               what it adds
 //     8  mma             tensor cores: a warp multiplies 16 x 16 by 16 x 8 in one instruction; cp.async copies ahead
-//     9  tma_wgmma       Hopper: one thread orders whole tiles (TMA), in and out; 128 threads multiply 64 x 256 x 16 (wgmma)
-//     10 persistent      producer and consumer warps; one block per multiprocessor, which works through many tiles
+//     9  tma_wgmma       Hopper: one thread copies full tiles (TMA); 128 threads do 64 x 256 x 16 (wgmma)
+//     10 persistent      producer and consumer warps; one block per multiprocessor, for many tiles
 //
-// What bounds them. A tile of BM x BN fetches (BM + BN) · K numbers for BM · BN · K FMAs: 128 x 128 in bf16 makes 64
-// FLOPs per byte from L2, 128 x 256 makes 85. A tensor core wants 16 numbers before an FMA unit wants one; so from
-// here on the question is no longer how to compute but how to have the data there in time.
+// Their bound. A tile of BM x BN fetches (BM + BN) · K elements for BM · BN · K FMAs: 128 x 128 in bf16 makes
+// 64 FLOPs per byte from L2, 128 x 256 makes 85. A tensor core needs 16 elements in the time in which an FMA
+// unit needs one. So from here on the question is no longer how to compute, but how to load the data in time.
 //
-//     rungs 8, 9    load tile 0, 1, 2 | multiply 0, load 3 | multiply 1, load 4 | ...            everybody in step
+//     rungs 8, 9    load tile 0, 1, 2 | multiply 0, load 3 | multiply 1, load 4 | ...       all warps in step
 //     rung 10       producer:   0 1 2 3 . 4 . 5 . 6   waits for "empty", fills, the copy engine signals "full"
 //                   consumers:      0   1   2   3     wait for "full", multiply, signal "empty"
 //
-// In ncu look at: "tensor pipe utilisation"; 8, "stall long scoreboard" and "MIO throttle"; 9 and 10, "stall barrier".
-// What rung 10 saves is the start of each tile: loads run on while sums are written. (Products begin when half of the sums
-// have left; clusters.cu goes on there.) The tail it keeps: 8192³ has 2048 tiles, 15.5 for each of 132 multiprocessors, and in the last round half
-// of them have none.
+// In ncu look at: "tensor pipe utilisation"; 8, "stall long scoreboard" and "MIO throttle"; 9 and 10, "stall
+// barrier". Rung 10 saves the start of each tile: loads continue while sums are written. (wgmma begins when
+// half of the sums are written; clusters.cu continues there.) The tail remains: 8192³ has 2048 tiles, 15.5
+// per multiprocessor of 132, and in the last round half of them are idle.
 #include "tiles.h"
 
 // -------------------------------------------------------------------------------------------------------- rung 8: mma
 
-// 8 warps share 128 x 128 of C, 64 x 32 each, in mma of 16 x 8 x 16. There are three pairs of tiles; while one is
-// multiplied, the copies of the next two are on their way. cp.async writes to shared memory without passing through
-// registers, and is waited for by groups.
+// 8 warps share 128 x 128 of C, 64 x 32 each, in mma of 16 x 8 x 16. There are three pairs of tiles; while
+// one is multiplied, the copies of the next two are in flight. cp.async writes to shared memory without using
+// registers, and is awaited by groups.
 __global__ void __launch_bounds__(256, 2)  // two blocks on a multiprocessor: at most 128 registers per thread
 mma_tiles(int M, int N, int K, const bf16* A, const bf16* B, global<bf16> C) {
     constexpr int BM = 128, BN = 128, STAGES = 3, A_TILE = BM * TILE_K, STAGE = (BM + BN) * TILE_K;
@@ -36,7 +36,7 @@ mma_tiles(int M, int N, int K, const bf16* A, const bf16* B, global<bf16> C) {
     int t = threadIdx.x, warp = t / 32, lane = t % 32;
     int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN, steps = (K + TILE_K - 1) / TILE_K;
     int my_row = warp / 4 * 64, my_col = warp % 4 * 32;
-    float sum[4][4][4] = {};  // 4 x 4 results of mma, of which each lane holds 4 numbers
+    float sum[4][4][4] = {};  // 4 x 4 results of mma, 4 elements of each per lane
 
     auto load = [&](int step) {
         if (step < steps) {
@@ -50,13 +50,13 @@ mma_tiles(int M, int N, int K, const bf16* A, const bf16* B, global<bf16> C) {
                 copy_async16(to + (is_a ? 0 : A_TILE) + swizzled(row, chunk), source, exists);
             }
         }
-        copy_commit();  // also when there was nothing to load: the wait below counts groups
+        copy_commit();  // also without a load: the wait below counts groups
     };
     for (int step = 0; step < STAGES - 1; step++) load(step);
     for (int step = 0; step < steps; step++) {
         copy_wait<STAGES - 2>();  // my copies of this step have arrived,
-        __syncthreads();          // everybody's have, and nobody still reads the tiles of the step before,
-        load(step + STAGES - 1);  // which are the ones that this overwrites
+        __syncthreads();          // and all threads' copies, and no thread reads the last step's tiles,
+        load(step + STAGES - 1);  // which this overwrites
         const bf16 *As = tiles + step % STAGES * STAGE, *Bs = As + A_TILE;
         for (int k = 0; k < TILE_K; k += 16) {
             uint32_t a[4][4], b[2][4];
@@ -69,7 +69,7 @@ mma_tiles(int M, int N, int K, const bf16* A, const bf16* B, global<bf16> C) {
         }
     }
     copy_wait<0>();
-#pragma unroll  // an index that is not known when it compiles would keep all of `sum` in local memory, from the start
+#pragma unroll  // an index unknown at compile time would put all of `sum` in local memory
     for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -81,9 +81,9 @@ mma_tiles(int M, int N, int K, const bf16* A, const bf16* B, global<bf16> C) {
 
 // ------------------------------------------------------------------------------------------ what rungs 9 and 10 share
 
-// Two warpgroups of 128 threads share 128 x 256 of C, 64 rows each. Four pairs of tiles, 48 KB each. Sums go out as
-// tiles came in, by the copy engine (put_tile_by_engine): in rung 9 from the place of the tiles, which are done with by
-// then; in rung 10 from a place of their own, since there the next tiles are already coming in.
+// Two warpgroups of 128 threads share 128 x 256 of C, 64 rows each. Four pairs of tiles, 48 KB each. Sums are
+// also written by the copy engine (put_tile_by_engine): in rung 9 from the memory of the tiles, which is free
+// by then; in rung 10 from a buffer of their own, since the next tiles are already being loaded.
 constexpr int BM = 128, BN = 256, STAGES = 4, A_TILE = BM * TILE_K, STAGE = (BM + BN) * TILE_K;
 constexpr int STAGE_BYTES = STAGES * STAGE * 2, OUT_BYTES = BM * BN;  // out: half of the sums, in bf16
 
@@ -95,9 +95,9 @@ __device__ inline void multiply_tile(float (&sum)[128], const bf16* tiles, int w
 
 // ---------------------------------------------------------------------------------------------- rung 9: TMA and wgmma
 
-// The loop of rung 8 in the words of Hopper. Thread 0 orders the tiles; the copy engine computes the addresses, fills
-// zeros beyond the edge, swizzles, and counts the bytes on the mbarrier of the stage. A stage is used every STAGES
-// steps; the parity of its phase says for which use the barrier has completed.
+// The loop of rung 8 with Hopper's instructions. Thread 0 requests the tiles; the copy engine computes
+// addresses, fills zeros beyond the edge, swizzles, and counts the bytes on the mbarrier of the stage. A
+// stage is used every STAGES steps; the parity of its phase says for which use the barrier has completed.
 __global__ void __launch_bounds__(256, 1)
 tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
           const __grid_constant__ CUtensorMap C_map, global<bf16> C, int by_engine) {
@@ -124,10 +124,10 @@ tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
         multiply_tile(sum, tiles + step % STAGES * STAGE, t / 128);
         wgmma_commit();
         wgmma_wait<0>(sum);
-        __syncthreads();  // both warpgroups are done with this stage, so it may be filled again
+        __syncthreads();  // both warpgroups have read this stage, so it may be refilled
         load(step + STAGES);
     }
-    // All tiles have been multiplied: their shared memory is free, and has room for all sums on their way out.
+    // All tiles have been multiplied: their shared memory is free, and serves as the output buffer.
     if (by_engine) put_tile_by_engine<4>(&C_map, tiles + t / 32 * 16 * BN, sum, row0 + t / 32 * 16, col0);
     else put_tile(C, sum, row0 + t / 128 * 64, col0, M, N);
     if (t % 32 == 0) out_wait<0>();  // shared memory is there until it has been read
@@ -135,11 +135,11 @@ tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
 
 // ------------------------------------------------------------------------------- rung 10: warp-specialised, persistent
 
-// Warpgroup 0 is the producer: one of its threads orders tiles as fast as stages become empty, also across the end of
-// a tile of C, so the consumers find data when they return from writing. Warpgroups 1 and 2 multiply and write. Nobody
-// meets in __syncthreads() any more; each stage has two mbarriers:
-//     full[s]   ended by the copy engine when all bytes have come     the producer's arrival + the bytes
-//     empty[s]  ended by the consumers when they are done with it     8 arrivals, one per warp
+// Warpgroup 0 is the producer: one of its threads requests tiles as stages become empty, also across the end
+// of a tile of C, so the consumers find data after writing. Warpgroups 1 and 2 multiply and write. There is
+// no more __syncthreads(); each stage has two mbarriers:
+//     full[s]   completed by the copy engine with the last byte       the producer's arrival + the bytes
+//     empty[s]  completed by the consumers after their last read      8 arrivals, one per warp
 // In round r of a stage (its r-th use) the consumers wait for phase r of full, the producer for phase r - 1 of empty.
 // The parity that precedes the first phase counts as completed, so in round 0 the producer passes at once.
 __global__ void __launch_bounds__(384, 1)
@@ -183,7 +183,7 @@ persistent(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __g
                 wgmma_fence();
                 multiply_tile(sum, tiles + use % STAGES * STAGE, warpgroup - 1);
                 wgmma_commit();
-                wgmma_wait<1>(sum);  // all but the products just begun: those of the step before are finished,
+                wgmma_wait<1>(sum);  // all but the wgmma just issued: the last step's are finished,
                 if (step > 0 && t % 32 == 0) arrive(&empty[(use - 1) % STAGES]);  // and its stage is free
             }
             wgmma_wait<0>(sum);
