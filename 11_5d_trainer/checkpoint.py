@@ -42,7 +42,7 @@ LEASE = 120.0  # for the lock of a machine that is gone: NFS releases it after 9
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands."""
+    """The progress of a run."""
 
     step: int  # steps done
     samples: int  # samples used, over all ranks and micro-batches: the position in the data

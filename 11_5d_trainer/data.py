@@ -101,8 +101,8 @@ def load_corpus(config: Config) -> Corpus:
     """Read what `--data` names. Raises UsageError if it is missing, empty, too short, or not tokens of the vocabulary.
 
     Text is read as bytes. Of many files every tenth is for validation, of a single one the last tenth of its text.
-    A `.bin` (only token ids, as nanoGPT's) is mapped into memory, not read. A folder has train.bin and
-    val.bin, or a mixture.json that names several such folders. Meta files of prepare.py are checked.
+    A `.bin` (only token ids, as nanoGPT's) is mapped into memory, not read. A folder with train.bin and
+    val.bin gives both, one with a mixture.json several such folders. Meta files of prepare.py are checked.
     """
     path = Path(config.data) if config.data else Path(sysconfig.get_paths()["stdlib"])
     if not path.exists():

@@ -237,7 +237,7 @@ def cross_entropy_sum(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
     return (model.cross_entropy if isinstance(model, ParallelLlama) else model.parts.cross_entropy)(logits, labels)
 
 
-# ------------------------------------------------------------------------ full weights, by Hugging Face's names
+# ---------------------------------------------------------------------- full weights, by Hugging Face's names
 
 
 class Lazy(Mapping[str, Any]):

@@ -1,7 +1,7 @@
 """Which functions a model is made of: readable PyTorch, or the kernels and the low precision of chapters 08 to 10.
 
-attention       chapter 01's, FlashAttention (09, in Triton or CUDA), over the context ranks (05), or with chunks
-                on the host (08)
+attention       chapter 01's, FlashAttention (09, in Triton or CUDA), over the context ranks (05), or with
+                chunks on the host (08)
 norm, rope, swiglu, cross_entropy       chapter 01's, or fused (09)
 linear          F.linear, a product in CUDA (09: cuda_parts.py), or in fp8 (10)
 

@@ -153,7 +153,7 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
     e, w, T = width.activation, max(width.activation, 4), layout.tokens
     n, calls = T * c.hidden * e, layers * times
     again, found = layout.recompute == "full", []
-    halves = 2 if moe is None else 1  # attention and MLP; a mixture of experts is not cut by tensor ranks
+    halves = 2 if moe is None else 1  # attention and MLP; tensor ranks do not shard a mixture of experts
     if layout.sequence_parallel:
         # Forward g and g*; backward their conjugates, and the input is gathered again. Domino saves it.
         regather = layout.tp_overlap != "domino"

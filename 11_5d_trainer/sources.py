@@ -1,4 +1,4 @@
-"""What lies on disk: text or something else, token ids with or without a meta file, and tokenizers.
+"""Files on disk: text or something else, token ids with or without a meta file, and tokenizers.
 
 prepare.py writes this folder, or several of them and a mixture.json that names them:
 

@@ -86,7 +86,7 @@ def measure_formats() -> None:
 
 
 def looked_at(model: Decoder, data: Tensor, recipe: str, factor: int) -> tuple[float, Tensor]:
-    """Loss on held-out text and gradients of one batch, with the recipe's matmuls and features of that size."""
+    """Loss on held-out text and gradients of a batch, with the recipe's matmuls and features of that size."""
     linear = F.linear if recipe == "fp32" else MicroLinear(recipe) if recipe in MICRO else Fp8Linear(recipe)
     for block in model.blocks:
         block.linear = LargeFeatures(linear, float(factor))

@@ -105,9 +105,9 @@ RECIPES = {
 def tensor_core_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, promote: int = TILE, bits: int = 14) -> Tensor:
     """The matmul as summed by Hopper's tensor cores, for study, not for training: memory M·N·33.
 
-    They take 32 products at a time, shift them and the accumulator to the largest exponent among them, keep `bits` bits
-    and truncate the rest (2412.19437, section 3.5.2). The remedy is to move the partial sum out after every `promote`
-    terms and add it to an fp32 register (section 3.3.2; there 128, four instructions). 0: never.
+    They take 32 products at a time, shift them and the accumulator to the largest exponent among them, keep
+    `bits` bits and truncate the rest (2412.19437, section 3.5.2). The remedy is to add the partial sum to an
+    fp32 register after every `promote` terms (section 3.3.2; there 128, four instructions). 0: never.
     """
     K = a.values.shape[1]
     if promote == 0 and a.scale.shape[1] * b.scale.shape[1] > 1:
@@ -163,21 +163,21 @@ class Fp8Linear:
         linear.end_step()                                            # once per optimizer step, on every rank
 
     recipe       a key of RECIPES
-    amax_group   the ranks over which an amax is shared: those with shards of the same tensors (tensor parallel)
-                 or of the same batch (data and context parallel). Used only with one scale per tensor. None, or a
-                 group of one rank: not shared. All of its ranks must run the same layers in the same order.
+    amax_group   the ranks that share an amax: those with shards of the same tensors (tensor parallel) or of the
+                 same batch (data and context parallel). Used only with one scale per tensor. None, or a group
+                 of one rank: not shared. All of its ranks must run the same layers in the same order.
     matmul       (a, b, dtype) -> a bᵀ. None: emulated_matmul on a CPU, fp8_kernels.py on a GPU, Hopper or later
     product      on a GPU: "triton", or "cuda" for recipe block on Hopper, where nvcc is (fp8_matmul.py)
 
-    Raises FloatingPointError if an input has NaN or infinity: at once on a CPU, in end_step() on a GPU (an earlier
-    check would synchronize). Where ranks share amaxes all of them raise: with a delayed scale in end_step(), where
-    they next share one. Recipes "row" and "block" share none, so there only the rank with the value raises.
+    Raises FloatingPointError if an input has NaN or infinity: at once on a CPU, in end_step() on a GPU (a check at
+    once would synchronize). Where ranks share amaxes all raise: with a delayed scale in end_step(), where they next
+    share one. Recipes "row" and "block" share none, so there only the rank with the value raises.
 
-    A forward pass without gradients, as in validation, is not part of a step: it adds nothing to the history, and a
-    GPU records nothing. With recomputation the second forward pass is the one that counts.
+    A forward pass without gradients, as in validation, is not part of a step: it adds nothing to the history,
+    and a GPU records nothing. With recomputation the second forward pass is the one that counts.
 
-    On a GPU each operand is read and written by kernels that make both of its forms. A weight is quantised again in
-    each forward pass, also for micro-batches with the same one: saving it would cost 2 N K bytes in all layers at
+    On a GPU each operand is read and written by kernels that make both of its forms. A weight is quantised
+    again in each forward pass, also for each micro-batch: saving it would cost 2 N K bytes in all layers at
     once, and an optimizer that writes weights in its own kernel does not tell PyTorch that they have changed.
     """
 
@@ -369,7 +369,7 @@ class Fp8Linear:
             history.steps += 1
 
     def line_up(self, histories: list[History]) -> None:
-        """Make their tensors columns of shared ones: end_step() is a few operations for any number of layers."""
+        """Make their tensors columns of shared ones: end_step() is a few operations for all layers together."""
         self.past, self.now, self.peak = (
             torch.cat([getattr(history, name) for history in histories], dim=1) for name in ("past", "now", "peak")
         )

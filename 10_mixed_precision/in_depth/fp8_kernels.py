@@ -19,7 +19,7 @@ multiplication does two things: it applies the scales of the tile, and it moves 
 before it is too long (2412.19437, section 3.3.2 and figure 7).
 
 Why transpose x? Hopper's fp8 instructions need both operands with the summed dimension contiguous in memory.
-Dgrad sums over the rows of W, Wgrad over those of dy and x, so backward needs transposed copies, of 1 byte each.
+Dgrad sums over rows of W, Wgrad over rows of dy and x, so backward needs transposed copies, of 1 byte each.
 
 Few launches. The host needs tens of microseconds for each kernel and each PyTorch operation that it launches,
 and a layer of 4096 x 4096 takes a millisecond. So a kernel also does what could be an operation after it:
@@ -85,7 +85,7 @@ MODES = {(1, TILE): PER_ROW, (TILE, 1): PER_COLUMN, (TILE, TILE): PER_TILE}
 def refusal(device: torch.device | str) -> str:
     """Why these kernels cannot run on this GPU, in one line without advice; "" if they can.
 
-    Before 8.9 (Ada) a GPU has no fp8 units, and Triton no e4m3. Ada has both, but is no target of these kernels.
+    Before 8.9 (Ada) a GPU has no fp8 units, and Triton no e4m3. Ada has both, but these kernels do not target it.
     """
     have = torch.cuda.get_device_capability(device)
     if have < (9, 0):

@@ -17,10 +17,10 @@ Formulas. s counts steps of 128 terms (2412.19437, sections 3.3.2 and 3.5.2):
     C [m, n]       = sum over s of part_s [m, n] · sA[m, s] · sB[n, s]           by the CUDA cores, in fp32
 The three products of a linear layer: Fprop x [1 x 128] by W [128 x 128], Dgrad dy by Wᵀ the same, Wgrad dyᵀ by xᵀ, both
 1 x 128. A may be e4m3 or e5m2. M and N are any, K is a multiple of 16 (TMA needs rows aligned to 16 bytes).
-Bytes read from L2 for a block's 128 x 256 results: (128 + 256 / 2) · K, and 4 (or, in Wgrad, 12) · K of scales.
+Bytes read from L2 for a block's 128 x 256 results: (128 + 256 / 2) · K, and 4 (in Wgrad 12) · K of scales.
 
-Without a GPU the kernel runs on the CPU, thread by thread, with an accumulator of 14 bits. That shows what it computes
-and whether a barrier is missing, but no time. `Fp8Linear("block", device="cuda", product="cuda")` trains with it.
+Without a GPU the kernel runs on the CPU, thread by thread, with an accumulator of 14 bits. That shows what it
+computes and whether a barrier is missing, but no time. `Fp8Linear("block", device="cuda", product="cuda")` uses it.
 
     python fp8_matmul.py                                       three products; errors; any order of the threads
     torchrun --nproc_per_node 2 fp8_matmul.py                  each rank multiplies matrices of its own

@@ -19,17 +19,17 @@ Idea. Store the scale in 8 bits as well. Two families differ in which 8 bits:
 
 How a scale is found. MX ("OCP Microscaling Formats (MX) Specification" 1.0, section 6.3): the largest power of two
 <= amax of the block, divided by the largest power of two of the element format. This may leave amax above the largest
-element, which then saturates: 500 in mxfp8 becomes 448. NVIDIA takes the next power of two instead ("-up" here;
-2506.08027 shows runs that diverge with OCP's rule and not with this). NVFP4 (2509.25149, appendix B, equations 1 to 4):
+element, which then saturates: 500 in mxfp8 becomes 448. NVIDIA takes the next power of two ("-up" here;
+2506.08027 shows runs that diverge with OCP's rule, not with this). NVFP4 (2509.25149, appendix B, equations 1 to 4):
 
     s_enc = 6 · 448 / amax(tensor)    s = 1 / s_enc    s_b = e4m3(amax(block) / 6 · s_enc)    q = e2m1(x / (s_b · s))
 
 A power of two wastes up to half of the range of 6; e4m3 fits better, but has only 18 powers of two, so a
 block whose amax is 2^-19 of the tensor's is all zero. The fp32 scale extends the range, up to this limit.
 
-A block lies along the sum of its matmul, as tiles do (fp8.py): dW = dyᵀ x needs x in blocks of tokens. So each operand
-is quantised twice, and a weight has different values in forward and backward. (NVIDIA trains NVFP4 with blocks of
-16 x 16 for weights, random rounding of gradients and a Hadamard transform: 2509.25149, section 4. None of it is here.)
+A block lies along the sum of its matmul, as tiles do (fp8.py): dW = dyᵀ x needs x in blocks of tokens. So each
+operand is quantised twice, and a weight has different values in forward and backward. (NVIDIA trains NVFP4 with
+16 x 16 weight blocks, random rounding of gradients and a Hadamard transform: 2509.25149, section 4; not here.)
 
 Run it:
     python microscaling.py                                   all patterns against torch; errors of each format
@@ -181,8 +181,8 @@ class Micro:
         # --- end exercise ---
 
     def quantize(self, x: Tensor, amax: Tensor | None = None) -> Microscaled:
-        """x [R, C] in blocks along its rows; the last of a row may be shorter. `amax` [1, 1]: of the full tensor,
-        if x is a shard and the format needs it; None: x's own. NaN and infinity make all of their scale NaN."""
+        """x [R, C] in blocks along its rows; a row's last may be shorter. `amax` [1, 1]: of the full tensor,
+        if x is a shard and the format needs it; None: x's own. NaN and infinity make their scale NaN."""
         x = wide(x.detach())
         scales, outer, inverse = self.scales(x, amax)
         codes = encode(x * expand(inverse, self.block, x.shape), self.element)  # equation 4

@@ -14,9 +14,9 @@ forward and backward in a 16-bit copy of it; multiply the loss by S before backw
          ^                                                      |
          +------------------- AdamW <--- · 1/S <--- all finite? +--- no, on any rank: S/2 on all, and skip the step
 
-Loss scaling. Gradients are linear in the loss, so backward of S · loss gives S times each of them: all are shifted up
-by log2(S) powers of two, out of fp16's underflow. If S is too large, they overflow. Dynamic scaling searches for the
-largest S that works: S is halved after an overflow, and doubled after `growth_interval` steps without one.
+Loss scaling. Gradients are linear in the loss, so backward of S · loss gives S times each of them: all are
+shifted up by log2(S) powers of two, out of fp16's underflow. If S is too large, they overflow. Dynamic scaling
+searches for the largest S: halved after an overflow, doubled after `growth_interval` steps without one.
 
 Bytes per parameter, item by item (`Policy.bytes`), at the end of backward, when all are alive at once:
     policy             master  summed grads  weights  gradients  moments     all
@@ -265,8 +265,8 @@ class MixedAdamW:
         return [p.grad for p in self.names if p.grad is not None]
 
     def reduce(self, group: dist.ProcessGroup) -> None:
-        """Sum over the ranks, in the format of the gradients. No average, because the loss is already divided. A rank
-        that did not use a parameter sends zeros for it: all ranks must sum the same tensors in the same order."""
+        """Sum over the ranks, in the format of the gradients. No average: the loss is already divided. A rank that
+        did not use a parameter sends zeros for it: all ranks must sum the same tensors in one order."""
         if not self.policy.accumulation:
             for p in self.names:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad

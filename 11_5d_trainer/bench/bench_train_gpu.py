@@ -11,7 +11,7 @@
    Where the trainer launches a step before it has read the last one's loss, so does this. Two models at 4096
    tokens: one of 1.7 billion weights, and one with the widths of Llama-3 8B and as many layers as fit. Tokens
    are random, which does not change the time. Both models are timed in the first way before either is in the
-   second. Each row is written at once. A way that would not end within --seconds, by estimate, is not started.
+   second. Each row is written at once. A way that would not end within --seconds by estimate is not started.
 3. Profile the first way of each model that runs, and compare each part of the step with its floor: FLOPs over
    the rate of a matmul, bytes over the bandwidth of a copy, both measured in the same run.
 
@@ -289,7 +289,7 @@ def short_name(name: str) -> str:
 def breakdown(
     step: Callable[[], Any], device: torch.device, steps: int = 2
 ) -> tuple[dict[str, float], list[str], float]:
-    """Seconds of a step by part, the longest kernels without a part, and the seconds of the step by the clock.
+    """Seconds of a step by part, the longest kernels without a part, and the step's seconds by the clock.
 
     On a GPU only kernels and copies are counted, from the trace: they run one after the other on one stream.
     On the CPU each operation counts without those inside it.

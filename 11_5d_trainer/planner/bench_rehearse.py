@@ -5,7 +5,7 @@
     python 11_5d_trainer/planner/bench_rehearse.py --large      only the four plans, overlap and timeline
     python 11_5d_trainer/planner/bench_rehearse.py --figures    only draws
 
-First the small layouts of test_rehearse.py, on CPU ranks: if a collective, or bytes sent, stored or at the peak
+First the small layouts of test_rehearse.py, on CPU ranks: if collectives or bytes sent, stored or at the peak
 differ, it ends with exit code 1 and writes nothing. Then the planted mistakes, each of which must be found.
 Then the planner's proposals for four models, up to 16,384 ranks, each in less than two minutes of one core.
 """

@@ -23,7 +23,7 @@ import torch.distributed.nn  # first imported while a group is up, it would keep
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 0, together: bool = True) -> float:
-    """Mean time of a call, after two for warm-up: of `repeats` calls (collectives), or over a third of a second.
+    """Mean time of a call, after two for warm-up: of `repeats` calls (collectives), or over 1/3 of a second.
 
     All ranks begin `together`. Where they share cores, each is interrupted now and then while the others
     compute. The mean includes that; a median would see only calls without an interruption.

@@ -229,7 +229,7 @@ class Step:
 
 @lru_cache(maxsize=4096)
 def flops_of(model: LlamaConfig, batch: int, seq: int) -> tuple[float, float, float]:
-    """(matmuls of a layer, core of attention of a layer, output layer), forward. A causal kernel skips half."""
+    """(matmuls of a layer, its core of attention, output layer), forward. A causal kernel skips half."""
     flops = forward_flops(model, batch, seq)
     layer = (flops["projections"] + flops["MLP"]) / model.layers
     return layer, flops["attention core"] / model.layers / 2, flops["lm_head"]

@@ -27,8 +27,8 @@ Ranks with different programs: pipeline stages; with `--cp-kind ring` positions 
 different parts of the causal mask; and Ulysses ranks if neither of their number and the K/V heads divides the
 other. All other ranks of a stage run the same program on other data.
 
-Without --plan and --precision the rehearsal is in fp32; on GPUs with bf16 the trainer uses bf16-master, --zero 1.
-The last line is PASS; or the finding is printed, and the exit code is 1. Wrong options: one line, exit code 2.
+Without --plan and --precision the rehearsal is in fp32; on GPUs the trainer uses bf16-master and --zero 1 if
+they have bf16. The last line is PASS; or the finding, with exit code 1. Wrong options: one line, exit code 2.
 """
 
 import argparse

@@ -220,7 +220,7 @@ class Play:
         return None
 
     def out_of_line(self) -> Finding | None:
-        """NCCL has no tags, and a pair of ranks one queue: the operations of the two must mirror each other."""
+        """NCCL has no tags, and a pair of ranks one queue: their operations must mirror each other."""
         lines: dict[tuple[Group, int, int], list[tuple[list[str], int]]] = defaultdict(list)
         for rank, run in self.runs.items():
             last: dict[tuple[Group, int, int], int] = {}

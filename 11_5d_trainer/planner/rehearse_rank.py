@@ -294,7 +294,7 @@ class Recorder(TorchDispatchMode):
             given["output"].view(group.size(), -1).copy_(mine.expand(group.size(), -1))
 
     def lines(self) -> tuple[Line | None, Line | None]:
-        """The current lines: the innermost of a chapter (or the trainer), and the innermost of the trainer."""
+        """The current lines: the innermost of a chapter (or trainer), and the innermost of the trainer."""
         frame: Any = sys._getframe(2)
         chapter = None
         while frame is not None:

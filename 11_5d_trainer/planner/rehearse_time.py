@@ -1,9 +1,9 @@
-"""The rehearsed programs on a clock: when each rank computes, and when it waits for whom. An event simulation.
+"""The rehearsed programs on a clock: when each rank computes or waits, and for whom. An event simulation.
 
 Problem. Formulas of a step's time assume what overlaps. The programs of the ranks show it: a collective
 overlaps with what a rank computes between its start and its wait, and an early rank waits for a late one.
 
-Idea. The match (rehearse_match.py) already replays all programs. Here each entry also takes time, by three rules:
+Idea. The match (rehearse_match.py) already replays all programs. Here each entry takes time, by three rules:
 
     compute      the matmuls and elementwise operators before the entry, by plan_time.py's rates
     a collective begins when its last rank has started it and the group's previous one is done, and takes the
@@ -17,7 +17,7 @@ Idea. The match (rehearse_match.py) already replays all programs. Here each entr
 A twin has the clock of the rank that was run for it. The time of a wait is *exposed*; waits for messages
 between stages are the bubble of the pipeline (and the time of the messages).
 
-Not modelled: messages of different groups that share links, and the host's own time. Chapter 09's fused kernels
+Not modelled: messages of different groups that share links, the host's own time. Chapter 09's fused kernels
 take the time of their reads and writes; readable PyTorch also reads and writes every intermediate tensor.
 """
 

@@ -169,7 +169,7 @@ def compare_on_ranks(layouts: list[list[str]], wants: list[Trace], sizes: LlamaC
 
 
 def verify(layouts: Iterable[Layout], data: str, sizes: LlamaConfig = SIZES, show: bool = False) -> int:
-    """How many layouts equal one process: all, or RankFailure. Layouts on equally many ranks share processes."""
+    """How many layouts equal one process: all, or RankFailure. Those on equally many ranks share processes."""
     done = 0
     for ranks, some in itertools.groupby(sorted(layouts, key=lambda one: one.ranks), key=lambda one: one.ranks):
         words = [options(data, one.words) for one in some]
