@@ -38,7 +38,7 @@ NOT_COPIED = shutil.ignore_patterns(".*", "*.pyc.*", "runs", "profiles", "result
 CELL = Path(__file__).with_name("cell.sh")
 MIB = 2**20
 PAGE = os.sysconf("SC_PAGE_SIZE")
-PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")  # environment variables
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")  # from the environment
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Iterator
 
-STANDARD = {  # allowed names of Python's own modules
+STANDARD = {  # allowed names of Python's own modules; of the others whatever reads like arithmetic
     "functools": {"cache", "cmp_to_key", "lru_cache", "partial", "reduce"},
     "collections": {"ChainMap", "Counter", "OrderedDict", "defaultdict", "deque"},
     "contextlib": {"ExitStack", "contextmanager", "nullcontext"},
@@ -56,7 +56,7 @@ MODULE_NAMES = {"torch", "dist", "nn", "F", "mp", *TRITON, *sys.stdlib_module_na
 LEADS_OUT = {  # to files, memory, "{0.__dict__}"
     *("from_file", "tofile", "dump", "dumps", "ctypes", "format", "format_map")
 }
-FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_globals", "f_locals", "f_back", "f_builtins")  # other code's variables
+FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_globals", "f_locals", "f_back", "f_builtins")  # others' variables
 
 
 def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) -> Iterator[tuple[int, str]]:

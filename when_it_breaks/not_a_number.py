@@ -5,7 +5,7 @@ Four causes, each of which begins in another place:
 
     mask      a row of attention with nothing to attend to: softmax of -inf everywhere is 0 / 0
     norm      x / |x| of a row of zeros: forward divides by a small eps and is fine, the gradient of |x| at 0 is not
-    half      fp16 ends at 65504: a product of queries and keys exceeds it, is inf; inf - inf in softmax is NaN
+    half      fp16 ends at 65504: a product of queries and keys exceeds it: inf, and inf - inf in softmax is NaN
     rate      a learning rate that makes the weights grow in every step, until they exceed the range of fp32
 
 The tool is a check after every operation: is this the first result that is not finite? `FirstNotFinite`

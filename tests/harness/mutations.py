@@ -3,7 +3,7 @@
 `exercises/SCRIPT.toml` of a chapter lists mistakes: a few lines of SCRIPT.py, what a student or real project
 wrote instead, the test that must fail, and a hint for a student who made it (`elu.cu.toml` is about elu.cu;
 the harness's are in tests/mistakes). For a mistake in an exercise it may also have the symptom, the test's
-message, by which hints are chosen. The same file has the other correct solutions of the exercises, its alternatives.
+message, by which hints are chosen. The same file has other correct solutions of exercises, its alternatives.
 
 Planting all of them takes long, and usually nothing has changed. So a cache, .pytest_cache/verdicts, has a
 digest of all that decided a verdict: the script with the mistake in it, the test file, and every file that
