@@ -3,12 +3,12 @@
     RUN/checkpoints/step-000200/           complete: it got its name by one rename, after every file was written
         __0_0.distcp ... .metadata         weights and optimizer states, by parameter name, written by all ranks
         manifest.json                      steps done, data position, options, size and checksum of every file
-    RUN/checkpoints/.writing-000300/       a save that is under way or was interrupted; the next save removes it
-    RUN/lock                               held by the job that writes into RUN; the system lets go of it when that ends
+    RUN/checkpoints/.writing-000300/       a save that is pending or was interrupted; the next save removes it
+    RUN/lock                               held by the job that writes into RUN; released when that job ends
 
-Weights and optimizer states are stored whole, by Hugging Face's names, so a checkpoint knows nothing of the layout that
-wrote it and can be loaded in any other. No rank ever holds all of it: each writes its share (full_state.py), and reads
-one tensor at a time.
+Weights and optimizer states are stored unsharded, by Hugging Face's names, so a checkpoint does not depend on
+the layout that wrote it and can be loaded in any other. No rank ever holds all of it: each rank writes its
+part (full_state.py) and reads one tensor at a time.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 LAG = 60.0  # seconds after which a file that one node has written is seen by all, on file systems like NFS
 PATIENCE = 2.0  # seconds to wait for the lock of a job that is just ending
-LEASE = 120.0  # for that of a machine that is gone: NFS lets go of it after 90
+LEASE = 120.0  # for the lock of a machine that is gone: NFS releases it after 90
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands."""
+    """The progress of a run."""
 
     step: int  # steps done
     samples: int  # samples used, over all ranks and micro-batches: the position in the data
@@ -51,21 +51,21 @@ class Progress:
     sizes: dict[str, Any]  # of the model: the fields of LlamaConfig
     loss_scale: float = 1.0
     good_steps: int = 0  # since the loss scale changed
-    numbers: bool | None = None  # whether the data were token ids, and no text; None: written before this was noted
+    numbers: bool | None = None  # whether the data were token ids, not text; None: not noted yet
     data: str = ""  # fingerprint of the data; "": they have none, or it was not noted yet
     val_loss: float | None = None  # of a validation after this very step
 
 
 class NotShared(RunEnds):
-    """A file that a rank has written is not there for the first rank."""
+    """A file that a rank has written is not visible to rank 0."""
 
 
 class Saver:
-    """Writes checkpoints of a run in the background. `group` needs a CPU back end (gloo) and belongs to this alone: in
-    it the ranks agree on what each writes, while training goes on in the other groups.
+    """Writes checkpoints of a run in the background. `group` needs a CPU backend (Gloo) and is used by the
+    saver alone. The ranks agree in it on what each writes, while training goes on in the other groups.
 
-    A checkpoint that cannot be written, say because the disk is full, ends nothing: `failure` is why, on all ranks,
-    until one is written again, and `say` tells the user.
+    A checkpoint that cannot be written, say because the disk is full, does not end the run. `failure` is the
+    reason, on all ranks, until a checkpoint is written again, and `say` tells the user.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Saver:
         self.pending: Future[Any] | None = None
 
     def save(self, state: dict[str, Any], progress: Progress) -> None:
-        """Begin to write the shares of all ranks (full_state.py), each name from one rank. The saver owns them now."""
+        """Start to write all ranks' shares (full_state.py), each name once. The saver owns them now."""
         self.finish()
         writing = self.run / "checkpoints" / f".writing-{progress.step:06d}"
         if self.leader:
-            with contextlib.suppress(OSError):  # if there can be no folder, then no files either: `write` has the cause
+            with contextlib.suppress(OSError):  # without the folder `write` fails and reports why
                 writing.parent.mkdir(parents=True, exist_ok=True)
             for leftover in writing.parent.glob(".writing-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -97,15 +97,15 @@ class Saver:
         self.complete = (writing, progress)
 
     def write(self, state: dict[str, Any], writing: Path) -> tuple[dict[str, list[int]], str]:
-        """In the background. Returns size and checksum of every file, and why they could not be written, the same on
-        all ranks: each rank reads its own again."""
+        """Runs in the background. Returns size and checksum of every file, and why they could not be written,
+        the same on all ranks. Each rank reads its own files again."""
         mine: dict[str, list[int]] = {}
         failure = ""
         try:
-            files = dcp.FileSystemWriter(writing, per_thread_copy_ahead=0)  # there is nothing to fetch from a GPU
+            files = dcp.FileSystemWriter(writing, per_thread_copy_ahead=0)  # nothing is copied from a GPU
             dcp.save(state, storage_writer=files, process_group=self.group)
             mine = {file.name: entry(file) for file in writing.glob(f"__{dist.get_rank(self.group)}_*")}
-        except CheckpointException as error:  # on all ranks, if it happened on one
+        except CheckpointException as error:  # raised on all ranks if one fails
             causes = [f"rank {rank}: {in_a_line(cause)}" for rank, (cause, _) in sorted(error.failures.items())]
             failure = causes[0] if causes else "torch.distributed.checkpoint does not say why"
         except OSError as error:
@@ -116,7 +116,7 @@ class Saver:
         return written, next((failure for _, failure in everyone if failure), "")
 
     def finish(self) -> None:
-        """Wait until the checkpoint under way is complete on disk, or given up. Raises NotShared on all ranks."""
+        """Wait until the pending save is complete on disk, or given up. Raises NotShared on all ranks."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
@@ -137,20 +137,20 @@ class Saver:
             f"the checkpoint of step {progress.step} could not be written ({outcome[0]})" if outcome[0] else ""
         )
         if self.leader and self.failure:
-            shutil.rmtree(writing, ignore_errors=True)  # half of one takes the room that the next one needs
+            shutil.rmtree(writing, ignore_errors=True)  # a part takes the space that the next needs
             newest = complete(self.run)[-1:]
             left = f"{newest[0].name} stays the newest" if newest else "there is none yet"
             self.say(f"{self.failure}; {left}, and the run goes on")
 
     def busy(self) -> bool:
-        """Whether this rank is still writing. When no rank is, `finish` waits for a manifest and a rename alone."""
+        """Whether this rank is still writing. If no rank is, `finish` waits only for manifest and rename."""
         return self.pending is not None and not self.pending.done()
 
 
 def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep: int, keep_best: bool = False) -> None:
-    """Give a checkpoint whose files are written its manifest and its name; keep only the newest `keep`, and the best.
+    """Write the manifest of a checkpoint and rename it; keep only the newest `keep` checkpoints and the best.
 
-    Raises NotShared if a file that a rank has written does not appear here.
+    Raises NotShared if a file that a rank has written is not visible here.
     """
     deadline = time.monotonic() + LAG
     while unseen := [name for name, (size, _) in files.items() if size_of(writing / name) != size]:
@@ -167,7 +167,7 @@ def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep
         file.flush()
         os.fsync(file.fileno())
     final = writing.with_name(f"step-{progress.step:06d}")
-    if final.exists():  # what is left of one that was removed
+    if final.exists():  # remains of one that was removed
         set_aside(final)
     os.replace(writing, final)
     best = best_of(writing.parent.parent) if keep_best else None
@@ -180,7 +180,7 @@ def publish(writing: Path, progress: Progress, files: dict[str, list[int]], keep
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error of the system by its words, another by its last line and its kind."""
+    """An error in one line: the text of a system error, or the type and last line of another."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else 'no words'}"
@@ -220,12 +220,12 @@ def best_of(run: Path) -> Path | None:
 
 
 def step_of(path: Path) -> int:
-    """Of a finished checkpoint. Its name does not sort: step-1000000 comes before step-999999."""
+    """The step of a finished checkpoint. Names do not sort: step-1000000 comes before step-999999."""
     return int(path.name.removeprefix("step-"))
 
 
 def set_aside_later(run: Path, step: int, group: dist.ProcessGroup) -> None:
-    """Rename complete checkpoints of later steps: the run is about to go through those steps again."""
+    """Rename complete checkpoints of later steps, because the run will do those steps again."""
     if dist.get_rank(group) == 0:
         for path in complete(run):
             if step_of(path) > step:
@@ -257,8 +257,9 @@ def hold(run: Path) -> IO[str] | None:
 
 
 def check_free(run: Path, restart: bool = False) -> bool:
-    """Raise UsageError if another job holds the lock of this folder. Looks only: `hold` decides. `restart`: the holder
-    may be the same job, on a machine that is gone. True if it was held at first: there may be a new checkpoint now."""
+    """Raise UsageError if another job holds the lock of this folder. It does not take the lock; `hold` does.
+    With `restart` the holder may be the same job, on a machine that is gone. Returns True if the lock was held at
+    first, so that there may be a new checkpoint now."""
     if not (run / "lock").exists():
         return False
     with (run / "lock").open() as file:
@@ -284,7 +285,7 @@ def holder(run: Path) -> str:
 
 
 def locked(file: IO[str], exclusive: bool, patience: float) -> bool:
-    """Whether this file has the lock now. Those that only look share it with one another."""
+    """Whether this file has the lock now. Processes that only check share it."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -305,9 +306,9 @@ def locked(file: IO[str], exclusive: bool, patience: float) -> bool:
 def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
     """The run folder, the checkpoint, its progress, and what to tell the user, for what `--resume` names.
 
-    Of a run folder it is the newest complete checkpoint whose files have the size they were written with; newer ones
-    that are damaged are passed over, with a message. Raises UsageError if there is none, or if the one checkpoint that
-    was named is damaged.
+    For a run folder it is the newest complete checkpoint whose files have the size they were written with.
+    Newer ones that are damaged are skipped, with a message. Raises UsageError if there is none, or if the one
+    checkpoint that was named is damaged.
     """
     path = Path(resume)
     if path.name == "best" and not path.exists():
@@ -316,7 +317,7 @@ def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
             raise UsageError(f"--resume {resume}: no checkpoint of {run} was validated; use --resume {run}, the newest")
         path = best
     if (path / "manifest.json").exists():
-        run = Path(os.path.normpath(path / ".." / ".."))  # also of a path that begins in the run folder
+        run = Path(os.path.normpath(path / ".." / ".."))  # also for a path relative to the run folder
         if what := damage(path):
             raise UsageError(f"--resume {resume}: {what}; use --resume {run}, which takes the one before")
         return run, path, progress_of(path), []
@@ -334,8 +335,8 @@ def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
 
 
 def read_newest(run: str, read: Callable[[Path, Path, Progress], Any]) -> Any:
-    """What `read` makes of run folder, checkpoint and progress, for a program that has no log: what there is to tell
-    goes to the screen. If a run that goes on removes the checkpoint meanwhile, the next one is read. Raises UsageError.
+    """Return `read(run folder, checkpoint, progress)` of the newest checkpoint. If the run, which goes on, removes it
+    meanwhile, the next one is read. Messages are printed to stderr. Raises UsageError.
     """
     for _ in range(3):
         home, path, progress, messages = find(run)
@@ -377,10 +378,10 @@ def damage(path: Path, contents: bool = False, part: slice = slice(None)) -> str
 
 
 def reader(path: Path) -> tuple[Callable[[str, Sequence[int], torch.dtype], Tensor], Container[str]]:
-    """A function that reads one tensor, by its name in the files, in the shape that it must have, and the names that
-    there are. Not collective."""
+    """A function that reads one tensor, by its name in the files, in the given shape, and the names that
+    exist. Not collective."""
     files = dcp.FileSystemReader(path)
-    index = files.read_metadata()  # once: where each of thousands of tensors lies
+    index = files.read_metadata()  # read once: the place of each of thousands of tensors
     files.set_up_storage_reader(index, is_coordinator=False)
 
     def read(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -396,9 +397,9 @@ def reader(path: Path) -> tuple[Callable[[str, Sequence[int], torch.dtype], Tens
 def load(path: Path, like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Mapping[str, Any]]:
     """Weights and AdamW's states: {"weights": {name: tensor}, "optimizer": {name: {kind: tensor}}}, on the CPU.
 
-    Each is read when it is asked for, so every rank asks for what it needs. `like` has names and shapes; floating
-    numbers get `dtype`. Weights of less than 32 bits have masters in fp32. Moments are not there if every step so far
-    was left out: then an optimizer begins with none.
+    Each tensor is read on access, so a rank reads only what it needs. `like` has names and shapes;
+    floating-point tensors get `dtype`. Weights of less than 32 bits have master weights in fp32. Moments are
+    missing if every step so far was left out; an optimizer then starts without them.
     """
     (read, saved), wide = reader(path), torch.promote_types(dtype, torch.float32)
     kinds = ["step", "exp_avg", "exp_avg_sq"] + (["master"] if wide != dtype else [])

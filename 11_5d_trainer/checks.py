@@ -1,10 +1,10 @@
-"""Does the model fit, and can it be computed as asked? Answered before any rank connects and any memory is asked for.
+"""Does the model fit, and can it be computed as asked? Checked before any rank connects or allocates memory.
 
-`check_memory` counts weights, gradients and AdamW's two moments of what a rank holds (chapter 01 says how many bytes
-each; chapters 03 to 07 say who holds what). Activations come on top, so this is the least that a rank needs. What it
-refuses cannot run; what it lets pass may still be too much. ZeRO-3 cuts weights that a rank has drawn, so all weights
-of its layers have to fit as well. `check_kernels` and `check_compile` know what the fused kernels of chapter 09 and
-torch.compile can do.
+`check_memory` counts weights, gradients and AdamW's two moments of what a rank holds (chapter 01 has the
+bytes of each, chapters 03 to 07 what a rank holds). Activations are not counted, so this is the least that a
+rank needs: what it refuses cannot run, but what it accepts may still be too much. ZeRO-3 shards weights that
+a rank has initialized, so all weights of its layers must also fit. `check_kernels` and `check_compile` know
+what the fused kernels of chapter 09 and torch.compile can do.
 """
 
 import os
@@ -24,21 +24,21 @@ from zero_memory import bytes_per_parameter
 
 
 def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str, float]:
-    """Of the rank that holds most: bytes of weights, gradients and AdamW's states."""
+    """Bytes of weights, gradients and AdamW's states, on the rank that holds most."""
     bytes_each = WEIGHTS.get(config.precision, torch.float32).itemsize
     all_ranks = config.dp(world_size) * config.cp * (1 + config.mirrored(sizes, world_size))
     shards = config.zero_shards or all_ranks
     own_copy = config.precision == "bf16-master" or config.zero_offload
     moments = (2 + own_copy) * max(bytes_each, 4)
     summed = 4 if config.accumulate_dtype == "fp32" else bytes_each
-    # Of each parameter: (states, weight, gradient), as chapter 03 divides them.
+    # Bytes per parameter: (states, weight, gradient), as chapter 03 divides them.
     kinds = {"weights": (0, bytes_each, 0), "gradients": (0, 0, summed), "AdamW's states": (moments, 0, 0)}
     count = {kind: most_parameters(config, sizes, world_size, trained=kind != "weights") for kind in kinds}
     return {kind: count[kind] * bytes_per_parameter(config.zero, shards, *each) for kind, each in kinds.items()}
 
 
 def most_parameters(config: Config, sizes: LlamaConfig, world_size: int, trained: bool = False) -> float:
-    """Of the rank that has most after every cut but that of ZeRO. `trained`: of a model with adapters, these alone."""
+    """On the rank with most, after all sharding but ZeRO's. `trained`: only adapters, if there are any."""
     schedule = config.pipeline(world_size, sizes.layers)
     held = [set(range(sizes.layers))]
     if schedule:
@@ -54,7 +54,7 @@ def most_parameters(config: Config, sizes: LlamaConfig, world_size: int, trained
         layer = 0 if "embed" in name else sizes.layers - 1
         if parts[1] == "layers":
             layer = int(parts[2])
-        matrix = config.ep if "experts" in parts else config.tp  # tensor ranks have the same experts, whole
+        matrix = config.ep if "experts" in parts else config.tp  # tensor ranks have the same full experts
         share = matrix if tensor.dim() > 1 else 1
         for i, layers in enumerate(held):
             elements[i] += tensor.numel() / share if layer in layers else 0
@@ -62,7 +62,7 @@ def most_parameters(config: Config, sizes: LlamaConfig, world_size: int, trained
 
 
 def memory_of_a_rank(device: torch.device) -> int:
-    """Bytes: of its GPU, or its share of this machine's memory."""
+    """Bytes of its GPU, or its share of this machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -77,9 +77,9 @@ def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: to
     need = least_bytes(config, sizes, world_size)
     advice = "share it out with --tp, --pp, --ep or --zero on more ranks, or take a smaller model"
     places = [(need, device, advice)]
-    if config.zero_offload and device.type == "cuda":  # two memories: a GPU's, and the machine's for the rest
+    if config.zero_offload and device.type == "cuda":  # the GPU's memory, and the machine's for the rest
         places = [({"weights": need.pop("weights")}, device, advice), (need, torch.device("cpu"), advice)]
-    if config.zero == 3:  # which cuts weights that a rank has drawn
+    if config.zero == 3:  # which shards weights that a rank has initialized
         bytes_each = WEIGHTS.get(config.precision, torch.float32).itemsize
         whole = {"weights, before ZeRO cuts them": most_parameters(config, sizes, world_size) * bytes_each}
         places.append((whole, device, "cut it with --tp, --pp or --ep first, or take a smaller model"))
@@ -128,7 +128,7 @@ def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> N
 
 
 def check_fp8(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
-    """Raise UsageError unless this GPU has the products in fp8, and takes weights of the sizes that a rank has."""
+    """Raise UsageError unless this GPU has fp8 matmuls, for weights of the sizes that a rank has."""
     from fp8_kernels import refusal  # imported here for ops.py's reason
 
     if reason := refusal(device):
@@ -174,8 +174,8 @@ def check_cuda(config: Config, head_dim: int, device: torch.device) -> None:
 
 
 def check_compile(config: Config, sizes: LlamaConfig, world_size: int, device: torch.device) -> None:
-    """Raise UsageError where torch.compile cannot make one program of a block: where the block waits in its middle for
-    other ranks or for a number, or where its backward is not the one that autograd would run."""
+    """Raise UsageError where torch.compile cannot make one program of a block: where the block waits inside
+    for other ranks or for a value, or where its backward is not autograd's."""
     if not config.compile:
         return
     schedule, moe = config.pipeline(world_size, sizes.layers), config.mixture(sizes)

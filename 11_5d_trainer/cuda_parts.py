@@ -3,18 +3,18 @@
     layer             forward                             backward
     linear            y = x Wᵀ          rung multicast    dx = dy W and dW = dyᵀ x, the same rung
     attention         flash_attention_cuda.cu             Triton's kernels, from that output and its log-sum-exp
-    the others        Triton's (fused.py, fused_loss.py)  Triton's
+    other layers      Triton's (fused.py, fused_loss.py)  Triton's
 
-All products are of bf16 numbers with sums in fp32, rounded once: what torch's do under --precision bf16. y sums along
-the rows of both its factors. Backward sums over the other sides: dx over the rows of W, dW over those of dy and of x.
-Rung multicast reads such a factor across, as it lies, so no product copies one, if all sides are multiples of 8.
+All matmuls have bf16 operands and fp32 sums, rounded once, as torch's under --precision bf16. y sums along
+the rows of both factors. Backward sums over the other sides: dx over the rows of W, dW over the rows of dy
+and x. Rung multicast reads such a factor transposed, without a copy, if all sides are multiples of 8.
 
-The CUDA kernel has no backward of its own. Nor does it give the fp32 output that a ring of context ranks merges: there
-each block is Triton's, and with --cp-kind ulysses, where a rank has whole sequences, the CUDA kernel does them all.
+The CUDA kernel has no backward of its own. Nor does it return the fp32 output that ring attention merges, so
+there each block is Triton's. With --cp-kind ulysses a rank has full sequences, all run by the CUDA kernel.
 
-On a CPU the sources run thread by thread (chapter 09's cuda_on_cpu.h), with PyTorch's own functions for the others,
-since Triton's interpreter knows no bf16. A step of a tiny model takes seconds: test_kernels.py does that, the command
-refuses it.
+On a CPU the sources run thread by thread (chapter 09's cuda_on_cpu.h). The other layers are PyTorch's own
+functions, since Triton's interpreter has no bf16. A step of a tiny model takes seconds, so only
+test_kernels.py runs it; the command refuses it.
 """
 
 from typing import Any
@@ -56,6 +56,6 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """A model's attention over whole sequences, in bf16: q [B, S, N, D], k and v [B, S, N_kv, D] -> like q."""
+    """A model's attention over full sequences, in bf16: q [B, S, N, D], k and v [B, S, N_kv, D] -> like q."""
     q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
     return flash_attention(q, k, v, causal=causal, version=CUDA)

@@ -1,10 +1,10 @@
 """The loss curve of a run, drawn from its log: in the terminal, and as loss.svg in the run's folder.
 
-    python 11_5d_trainer/curve.py runs/mine                  the curve of a run, also of one that is not over
+    python 11_5d_trainer/curve.py runs/mine                  the curve of a run, also while it runs
 
-Horizontal are the steps, vertical the loss per token in nats. A step of training has a loss of its own few samples, so
-the points scatter; a validation looks at the same samples every time. Both are drawn as they are, and nothing is
-smoothed. The vertical axis begins at the smallest loss of the run, not at zero.
+The horizontal axis is the step, the vertical axis the loss per token in nats. A training step has the loss of
+its few samples, so the points scatter; validation uses the same samples every time. Both are drawn
+unsmoothed. The vertical axis begins at the smallest loss of the run, not at zero.
 """
 
 import argparse
@@ -19,7 +19,7 @@ Point = tuple[float, float]  # step, loss
 
 
 def points(lines: Sequence[dict[str, Any]]) -> tuple[list[Point], list[Point]]:
-    """Losses of training and of validation by step. What is not finite cannot be drawn and is left out."""
+    """Losses of training and of validation by step. Values that are not finite are left out."""
     found = [
         [(line["step"], line[key]) for line in lines if math.isfinite(line.get(key, math.nan))]
         for key in ("loss", "val_loss")
@@ -28,7 +28,7 @@ def points(lines: Sequence[dict[str, Any]]) -> tuple[list[Point], list[Point]]:
 
 
 def bounds(every: Sequence[Point]) -> tuple[float, float, float, float]:
-    """First and last step, smallest and largest loss, each pair apart from one another."""
+    """First and last step, smallest and largest loss; the two of a pair always differ."""
     steps, losses = [step for step, _ in every], [loss for _, loss in every]
     return min(steps), max(max(steps), min(steps) + 1), min(losses), max(max(losses), min(losses) + 1e-9)
 
@@ -40,7 +40,7 @@ def in_terminal(lines: Sequence[dict[str, Any]], width: int = 72, height: int = 
         return "no loss to draw"
     left, right, low, high = bounds([*training, *validation])
     rows = [[" "] * width for _ in range(height)]
-    for mark, drawn in ((".", training), ("o", validation)):  # what is drawn last lies on top
+    for mark, drawn in ((".", training), ("o", validation)):  # validation is drawn over training
         for step, loss in drawn:
             column = round((step - left) / (right - left) * (width - 1))
             row = round((high - loss) / (high - low) * (height - 1))
@@ -59,7 +59,7 @@ STYLE = """text { font: 12px sans-serif; fill: #444 } .axis { stroke: #888; fill
 
 
 def as_svg(lines: Sequence[dict[str, Any]], title: str, width: int = 720, height: int = 360) -> str:
-    """The same as a picture."""
+    """The curve as SVG."""
     training, validation = points(lines)
     if not (training or validation):
         return ""
@@ -93,7 +93,7 @@ def as_svg(lines: Sequence[dict[str, Any]], title: str, width: int = 720, height
 
 
 def bits_per_byte(nats_per_token: float, tokens_per_byte: float) -> float:
-    """The loss in a unit in which models with other vocabularies can be compared: a token of more bytes costs more."""
+    """The loss in a unit that compares models of different vocabularies: a token of more bytes costs more."""
     return nats_per_token * tokens_per_byte / math.log(2)
 
 

@@ -1,7 +1,7 @@
 """Tokens on disk to micro-batches on a rank.
 
-The corpus is one long row of tokens. It is cut into windows of S tokens (plus one, the last label), which are numbered
-in a random order, another for each epoch:
+The corpus is one long row of tokens. It is split into windows of S tokens (plus one, the last label), which
+are numbered in a random order, a new one for each epoch:
 
     sample 0  sample 1  sample 2  ...               the same numbering on every rank, from (seed, epoch)
 
@@ -9,11 +9,11 @@ in a random order, another for each epoch:
     position ->  | rank 0: 0 1 | rank 1: 2 3 | rank 0: 4 5 | rank 1: 6 7 |  -> position + 8
                  |------- micro-batch 0 -----|------- micro-batch 1 -----|
 
-The position counts samples over all ranks and micro-batches. It is all the state there is: saved with a checkpoint, it
-continues at exactly the next sample, with any number of ranks.
+The position counts samples over all ranks and micro-batches. It is the only state: restored from a
+checkpoint, the run continues at exactly the next sample, with any number of ranks.
 
-Several sources are mixed by their weights. Of each 1,024 samples every source has its share, in a random order; from
-that and the position follows how many samples of a source came before, so there is no more state than with one.
+Several sources are mixed by their weights. Of each 1,024 samples every source has its share, in random order.
+From this and the position follows how many samples of a source came before, so there is no further state.
 """
 
 import json
@@ -50,9 +50,9 @@ from sources import (
 )
 from torch import Tensor
 
-SCAN = 2**22  # tokens looked at in one go
+SCAN = 2**22  # tokens checked at once
 MOST_TEXT = 10**8  # bytes of text that every process may encode for itself
-ROUND = 1024  # samples in which every source has its share
+ROUND = 1024  # samples, of which every source has its share
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Rows of tokens, one of each source, and how to read a list of them."""
+    """Rows of tokens, one for each source, and how to decode them."""
 
     rows: tuple[Row, ...]  # to train on
     held_out: tuple[Row, ...]
@@ -102,9 +102,8 @@ def load_corpus(config: Config) -> Corpus:
     """Read what `--data` names. Raises UsageError if it is missing, empty, too short, or not tokens of the vocabulary.
 
     Text is read as bytes. Of many files every tenth is for validation, of a single one the last tenth of its text.
-    A `.bin` (token ids and nothing else, as nanoGPT's) is mapped into memory, not read; a folder that holds train.bin
-    and val.bin gives both, and one with a mixture.json several of these folders. What prepare.py has written also says
-    what it is, and that is checked.
+    A `.bin` (only token ids, as nanoGPT's) is mapped into memory, not read. A folder with train.bin and
+    val.bin gives both, one with a mixture.json several such folders. Meta files of prepare.py are checked.
     """
     path = Path(config.data) if config.data else Path(sysconfig.get_paths()["stdlib"])
     if not path.exists():
@@ -172,7 +171,7 @@ def load_ids(config: Config, parts: list[tuple[Path, float]]) -> Corpus:
     tokenizer = common_tokenizer(known, config)
     rate = None
     if all(len(each) == 2 and not each[1][1].masked for each in metas):
-        # Validation takes samples by weight, so a source counts by its share and not by its size.
+        # Validation takes samples by weight, so a source counts by its share, not by its size.
         lengths = [each[1][1].text_bytes / max(1, each[1][1].tokens) for each in metas]  # bytes of a token
         counts = shares([weight for _, weight in parts])
         rate = ROUND / max(1, sum(n * length for n, length in zip(counts, lengths, strict=True)))
@@ -181,7 +180,7 @@ def load_ids(config: Config, parts: list[tuple[Path, float]]) -> Corpus:
 
 
 def common_tokenizer(known: list[tuple[Path, Meta]], config: Config) -> Tokenizer:
-    """That of all these files. Raises UsageError if they have several, or options contradict them."""
+    """The tokenizer of these files. Raises UsageError if they have several, or options contradict them."""
     file, meta = known[0]
     for other, about in known[1:]:
         for name in ("vocab_size", "eos", "tokenizer"):
@@ -243,7 +242,7 @@ def load_text(config: Config, path: Path) -> Corpus:
 
 
 def check_encoding(files: list[tuple[Path, bytes]], path: Path, tokenizer: str) -> None:
-    """Raise UsageError for text that a tokenizer cannot read, or that is too much for each process to encode."""
+    """Raise UsageError for text that a tokenizer cannot read, or too much text for each process to encode."""
     if (size := sum(len(text) for _, text in files)) > MOST_TEXT:
         what = f"{size / 1e6:,.0f} MB, which every process would encode for itself"
         how = f"python 11_5d_trainer/prepare.py {path} --tokenizer {tokenizer} --out FOLDER"
@@ -261,7 +260,7 @@ def as_row(text: bytes) -> Tensor:
 
 
 def map_tokens(path: Path, meta: Meta | None, weight: float, config: Config) -> Row:
-    """The tokens of a .bin, and what its meta file, if it has one, knows of them."""
+    """The tokens of a .bin, with starts and mask if it has a meta file."""
     if meta:
         starts = map_file(path.with_suffix(".starts"), "int64")
         mask = map_file(path.with_suffix(".mask"), "uint8") if meta.masked else None
@@ -286,7 +285,7 @@ def check_corpus(corpus: Corpus, config: Config) -> None:
                 f"{where} has {len(tokens)} {name} tokens, too few for one sample of --seq-len {config.seq_len} "
                 f"and its last label; use more data or a shorter --seq-len"
             )
-        # A file of billions of tokens is sampled here; `Sampler.samples` checks the rest as it is used.
+        # A file of billions of tokens is only sampled here; `Sampler.samples` checks the rest as it is used.
         stride = SCAN * max(1, len(tokens) // (64 * SCAN))
         largest = max(int(tokens[at : at + SCAN].long().max()) for at in range(0, len(tokens), stride))
         if largest >= corpus.vocab_size:
@@ -313,7 +312,7 @@ def seeded(number: int) -> torch.Generator:
 
 
 class Sampler:
-    """Numbered samples of rows of tokens, and the position of the next one to be trained on."""
+    """Numbered samples of rows of tokens, and the position of the next sample to train on."""
 
     def __init__(
         self, rows: Tensor | Sequence[Row], seq_len: int, vocab_size: int, seed: int, documents: bool = False
@@ -329,18 +328,18 @@ class Sampler:
         self._round, self._mixed = -1, (torch.empty(0), torch.empty(0))
 
     def window(self, sample: int) -> int:
-        """Which window is this sample? Each window of a source comes once until all of that source have come."""
+        """The window of this sample. Each window of a source is used once before any is used again."""
         source, number = self.source_of(sample)
         epoch, place = divmod(number, self.counts[source])
         if self._orders.get(source, (-1,))[0] != epoch:
-            # One source keeps the orders that runs have begun with; several need orders of their own.
+            # One source keeps the order that existing runs began with; several sources need their own orders.
             several = zlib.crc32(f"{self.seed} {source} {epoch}".encode())
             generator = seeded(self.seed * 1_000_003 + epoch if len(self.rows) == 1 else several)
             self._orders[source] = epoch, torch.randperm(self.counts[source], generator=generator)
         return self.firsts[source] + int(self._orders[source][1][place])
 
     def source_of(self, sample: int) -> tuple[int, int]:
-        """From which source is this sample, and how many of that source's come before it?"""
+        """The source of this sample, and how many samples of that source come before it."""
         if len(self.rows) == 1:
             return 0, sample
         number, at = divmod(sample, ROUND)
@@ -367,7 +366,7 @@ class Sampler:
             if self.documents and row.starts is not None:
                 first, last = torch.searchsorted(row.starts, torch.tensor([begin, end]), right=True).tolist()
                 inside = row.starts[first:last] - begin
-                learned[inside - 1] = False  # what follows the end of a document is another text
+                learned[inside - 1] = False  # the label would be in the next document
                 cu = [0, *inside[inside < self.seq_len].tolist(), self.seq_len]
                 places.append(places_in_documents(torch.arange(self.seq_len), cu))
             masks.append(learned)
@@ -375,7 +374,7 @@ class Sampler:
         if int(whole.max()) >= self.vocab_size:
             raise ValueError(f"token id {int(whole.max())} is beyond the vocabulary of {self.vocab_size}")
         tokens = whole[:, :-1].contiguous()
-        labels = whole[:, 1:].masked_fill(~torch.stack(masks), IGNORE)  # shifted here, while the sequence is whole
+        labels = whole[:, 1:].masked_fill(~torch.stack(masks), IGNORE)  # shifted before the sequence is split
         return (tokens, labels, torch.stack(places)) if self.documents else (tokens, labels)
 
     def step(self, micro_batch: int, accumulation: int, rank: int, dp: int) -> list[tuple[Tensor, ...]]:
@@ -394,9 +393,9 @@ class Sampler:
     ) -> Iterator[tuple[Tensor, ...]]:
         """This rank's share of the first `samples` windows in their natural order: for validation.
 
-        Every rank gets as many micro-batches as the others, since a forward pass may contain collectives, and all of
-        one size and a multiple of `at_once`, as a pipeline needs them. Where the samples do not suffice they are filled
-        up with samples without any label.
+        Every rank gets the same number of micro-batches, since a forward pass may contain collectives. All
+        have one size, and their number is a multiple of `at_once`, as a pipeline needs. Missing samples are
+        replaced by samples without any label.
         """
         count = min(samples, self.windows) if len(self.rows) == 1 else samples
         found = (self.source_of(sample) for sample in range(count))

@@ -1,12 +1,12 @@
-"""The state of a run as whole tensors by Hugging Face's names, whatever layout holds it: what checkpoint.py saves.
+"""The state of a run as full tensors by Hugging Face's names, in any layout: what checkpoint.py saves.
 
-    own_tensors      of one owner of gradients: weights and optimizer states without ZeRO's cuts
-    whole_tensors    of this rank's layers and experts: without tensor parallelism's either, one after the other
-    share_of_state   of these the ones that this rank writes: each is on exactly one rank of the world
-    load_full_state  the way back, into this layout or another one
-    load_masters     masters of more bits than the weights, from a Hugging Face model
+    own_tensors      of one owner of gradients: weights and optimizer states, unsharded over ZeRO's group
+    whole_tensors    of this rank's layers and experts: unsharded over the tensor group too, one at a time
+    share_of_state   the full tensors that this rank writes: each is on exactly one rank of the world
+    load_full_state  the inverse, into this layout or another one
+    load_masters     master weights of more bits than the weights, from a Hugging Face model
 
-No rank ever holds all of it: a tensor is there until the next is asked for.
+No rank ever holds all of it: a tensor is freed when the next is requested.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 
 def own_tensors(owner: Any) -> Iterator[tuple[str, str, Any]]:
-    """(parameter, "weight" or kind of optimizer state, tensor or counter) of an owner, without ZeRO's cuts.
+    """(parameter, "weight" or kind of optimizer state, tensor or counter) of an owner, unsharded by ZeRO.
 
-    Collective over its group. With ZeRO one bucket of one kind is there at a time, otherwise nothing new.
+    Collective over its group. With ZeRO one bucket of one kind is gathered at a time, else nothing is copied.
     """
     if isinstance(owner, Replicated):
         for p, name in owner.names.items():
@@ -44,10 +44,10 @@ def own_tensors(owner: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def whole_tensors(owners: list[Any], model: Any, mesh: Mesh) -> Iterator[tuple[str, str, Tensor, int]]:
-    """(Hugging Face's name, kind, whole tensor, parts) of everything this rank's layers and experts have to save.
+    """(Hugging Face's name, kind, full tensor, parts) of everything that this rank's layers and experts save.
 
-    A tensor is here until the next is asked for. With `parts` of p every p-th data rank has it, and the ranks between
-    have other experts. Collective: the ranks that have the same layers go through it in step.
+    A tensor is freed when the next is requested. If `parts` is p, every p-th data rank has the tensor, and
+    the ranks between have other experts. Collective: the ranks with the same layers iterate in step.
     """
     for name, buffer in state_buffers(model).items():
         yield own_names(model, name, mesh)[0], "weight", buffer, 1
@@ -55,9 +55,9 @@ def whole_tensors(owners: list[Any], model: Any, mesh: Mesh) -> Iterator[tuple[s
         parts = mesh.size("data") // (dist.get_world_size(owner.group) * copies_of(owner, mesh))
         for name, kind, value in own_tensors(owner):
             if name in model.shared and dist.get_rank(mesh.groups["ends"]) > 0:
-                continue  # tied: the first stage has it too
+                continue  # tied: the first stage also has it
             names = own_names(model, name, mesh)
-            if not zero_state.per_element(kind):  # one number for all its experts
+            if not zero_state.per_element(kind):  # one value for all its experts
                 yield from ((each, kind, torch.as_tensor(value), parts) for each in names)
                 continue
             tensor = join_pieces(model, name, value, mesh)
@@ -67,7 +67,7 @@ def whole_tensors(owners: list[Any], model: Any, mesh: Mesh) -> Iterator[tuple[s
 
 @torch.no_grad()
 def load_masters(owners: list[Any], pieces: Callable[[list[str]], Mapping[str, Tensor]]) -> None:
-    """Masters from weights of more bits than the model's; `pieces` gives this rank's, of a bucket at a time."""
+    """Master weights from weights of more bits than the model's; `pieces` gives this rank's, by bucket."""
     for owner in owners:
         for index, bucket in enumerate(owner.buckets):
             mine = pieces([owner.names[p] for p, _, _ in bucket.pieces()])
@@ -79,10 +79,10 @@ State = dict[str, dict[str, Any]]  # {"weights": {name: tensor}, "optimizer": {n
 
 @torch.no_grad()
 def share_of_state(owners: list[Any], model: Any, mesh: Mesh) -> State:
-    """What this rank writes of a checkpoint, in host memory: whole tensors, each on exactly one rank of the world.
+    """A rank's share of a checkpoint, in host memory: full tensors, each on exactly one rank of the world.
 
-    Collective. A rank holds its share, and for a moment the tensor (with ZeRO, the bucket) that comes by. A tensor goes
-    to the rank with the fewest bytes so far, of those that have it; all of them count alike and need no message.
+    Collective. A rank holds its share, and briefly the current tensor (with ZeRO, the bucket). Of the ranks
+    that have a tensor, the one with the fewest bytes so far keeps it; all count alike and send no message.
     """
     tp, row, column = mesh.sizes["tp"], dist.get_rank(mesh.groups["data"]), dist.get_rank(mesh.groups["tp"])
     kept: dict[int, list[int]] = {}  # parts -> bytes so far on each rank of this rank's part
@@ -98,7 +98,7 @@ def share_of_state(owners: list[Any], model: Any, mesh: Mesh) -> State:
 
 
 def full_state(owners: list[Any], model: Any, mesh: Mesh) -> State:
-    """The shares of all ranks of the world on every one of them: the whole model's state. For tests. Collective."""
+    """The shares of all ranks, gathered on every rank: the full model's state. For tests. Collective."""
     everyone: list[Any] = [None] * mesh.size("world")
     dist.all_gather_object(everyone, share_of_state(owners, model, mesh), group=mesh.groups["world"])
     full: State = {"weights": {}, "optimizer": {}}
@@ -111,11 +111,11 @@ def full_state(owners: list[Any], model: Any, mesh: Mesh) -> State:
 
 @torch.no_grad()
 def load_full_state(owners: list[Any], model: nn.Module, mesh: Mesh, full: Mapping[str, Mapping[str, Any]]) -> None:
-    """Take over what `full_state` gave, or what checkpoint.py opened, written in this layout or another one.
+    """Load what `full_state` returned, or what checkpoint.py opened, written in this layout or another one.
 
-    Collective. Of `full` a tensor is asked for when its turn comes, cut to this rank's piece, and dropped.
+    Collective. Each tensor of `full` is read when it is needed, sliced to this rank's shard, and freed.
     """
-    device: dict[str, torch.device] = {}  # where its optimizer is: beside the weight, or on the host
+    device: dict[str, torch.device] = {}  # of its optimizer: the weight's, or the host
     for owner in owners:
         where = next(iter(owner.names)).device if isinstance(owner, Replicated) else owner.masters[0].device
         device |= dict.fromkeys(owner.names.values(), where)
@@ -127,7 +127,7 @@ def load_full_state(owners: list[Any], model: nn.Module, mesh: Mesh, full: Mappi
 
         def piece(kind: str) -> Tensor:
             if not zero_state.per_element(kind):
-                return full["optimizer"][names[0]][kind].to(device[name])  # fused AdamW counts its steps there
+                return full["optimizer"][names[0]][kind].to(device[name])  # where fused AdamW counts steps
             whole = Lazy(names, lambda each: full["optimizer"][each][kind])
             return cut_tensors(model, whole, mesh, [name])[name]
 

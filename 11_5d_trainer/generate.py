@@ -2,10 +2,10 @@
 
     python 11_5d_trainer/generate.py runs/mine --prompt "def main(" --tokens 200 --temperature 0.8 --top-p 0.95
 
-Each token runs through the model once: its keys and values stay in a cache. The text ends at the model's own end of
-text, where it has one: the eos_token_id of a model that came from Hugging Face (one or several), or its tokenizer's.
-The prompt is read as the training data was: as bytes, or with the run's tokenizer; for a .bin of tokens it is their
-numbers. The model is chapter 01's Llama (or chapter 07's mixture) on one device: a checkpoint holds whole weights.
+Each token runs through the model once: its keys and values stay in a cache. The text ends at the model's own
+end of text, if it has one: a Hugging Face model's eos_token_id (one or several), or the tokenizer's. The
+prompt is read as the data was: as bytes, or with the run's tokenizer; for a .bin it is token ids. The model
+is chapter 01's Llama (or chapter 07's mixture) on one device: a checkpoint holds full weights.
 """
 
 import json
@@ -35,7 +35,7 @@ from torch import Tensor
 
 
 def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str, bool]:
-    """The whole model of a run's newest checkpoint, its options, the checkpoint's name; were its data token ids?"""
+    """The full model of a run's newest checkpoint, its options, the checkpoint's name; were data ids?"""
     return checkpoint.read_newest(run, partial(read_model, device))
 
 
@@ -44,24 +44,24 @@ def read_model(
 ) -> tuple[Llama, Config, str, bool]:
     config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
     moe, dtype = config.mixture(sizes), WEIGHTS.get(config.precision, torch.float32)
-    moe = replace(moe, capacity=None) if moe else None  # which drops tokens that come together; here they come alone
+    moe = replace(moe, capacity=None) if moe else None  # capacity drops tokens of a batch; here is one token
     weights = checkpoint.load(path, full_shapes(sizes, moe), dtype)["weights"]
     model = alone(sizes, moe, "meta").to(dtype)
     give_memory(model, device, sizes.tied)
     for name, tensor in model.state_dict().items():
         names = whole_names(model, name)
         for each, part in zip(names, tensor if len(names) > 1 else [tensor], strict=True):
-            if each in weights:  # a tied head is in there as the embedding
+            if each in weights:  # a tied head is stored as the embedding
                 part.copy_(weights[each])  # one is read at a time
     numbers = progress.numbers
-    if numbers is None:  # an old checkpoint; its data may still lie there
+    if numbers is None:  # an old checkpoint; its data may still exist
         numbers = Path(config.data).suffix == ".bin" or (Path(config.data) / "train.bin").exists()
     return model, config, path.name, numbers
 
 
 class KVCache:
-    """attention(q, k, v, *, causal) of one layer that keeps the keys and values of the tokens before: the first call
-    brings the prompt, each later one a token, which sees the last `window` of them."""
+    """attention(q, k, v, *, causal) of one layer with the keys and values of the tokens before. The first
+    call has the prompt, each later call one token, which sees the last `window` of them."""
 
     def __init__(self, attention: Callable[..., Tensor], length: int, window: int) -> None:
         self.attention, self.length, self.window, self.used = attention, length, window, 0
@@ -75,13 +75,13 @@ class KVCache:
         self.k[:, new], self.v[:, new] = k, v
         first, self.used = not self.used, new.stop
         seen = slice(0 if first else max(0, self.used - self.window), self.used)
-        # The last token sees all of these, so nothing has to be hidden from it.
+        # The last token sees all of these, so no mask is needed.
         return self.attention(q, self.k[:, seen], self.v[:, seen], causal=causal and first)
 
 
 @contextmanager
 def with_caches(model: Llama, length: int, window: int) -> Iterator[None]:
-    """Inside, each layer keeps the keys and values of up to `length` tokens, and a new token sees `window` of them."""
+    """Inside, layers cache keys and values of up to `length` tokens; a new token sees `window` of them."""
     layers = [block.self_attn for block in model.model.layers]
     parts = [layer.parts for layer in layers]
     try:
@@ -107,7 +107,7 @@ def generate(
 ) -> Tensor:
     """prompt [B, S] -> [B, S + n], or less: it ends with the token of which every row has one of `stop`.
 
-    A new token sees the last `window` tokens (None: all): over longer distances than it was trained on, a model fails.
+    A new token sees the last `window` tokens (None: all); a model fails beyond the distances of its training.
     """
     tokens = prompt
     new = prompt if window is None else prompt[:, -window:]
@@ -115,7 +115,7 @@ def generate(
     with with_caches(model, length, window or length):
         for _ in range(n):
             positions = torch.arange(tokens.shape[1] - new.shape[1], tokens.shape[1], device=tokens.device)
-            last = model.model(new, positions)[:, -1]  # [B, 1 or S, H] -> [B, H]: of the others no logits are needed
+            last = model.model(new, positions)[:, -1]  # [B, 1 or S, H] -> [B, H]: only its logits are needed
             new = choose(at_least_fp32(model.lm_head(last)), temperature, generator, top_k, top_p)
             tokens = torch.cat((tokens, new), dim=1)
             if stop and all(token in stop for token in new.flatten().tolist()):
@@ -124,13 +124,13 @@ def generate(
 
 
 def trained_length(config: Config) -> int | None:
-    """Over how many tokens the model has learnt to look; None if it came from elsewhere, where that is not known."""
+    """The sequence length of the training; None for a model from elsewhere, where it is not known."""
     return None if config.init else config.seq_len
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator, top_k: int, top_p: float) -> Tensor:
-    """[B, V] -> [B, 1]: a token of each row, drawn from the `top_k` likeliest (0: all), and of these from the fewest
-    that have at least a share of `top_p` together. Temperature 0 takes the likeliest."""
+    """[B, V] -> [B, 1]: a token of each row, drawn from the `top_k` likeliest (0: all), and of these from the
+    fewest whose probabilities sum to at least `top_p`. Temperature 0 takes the likeliest."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     probs, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
@@ -143,8 +143,8 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator, top_k
 
 
 def ends_of_text(run: Path, tokenizer: Tokenizer | None) -> set[int]:
-    """Token ids at which the model ends a text, as the files of the model say with which the run began, or else as its
-    tokenizer does."""
+    """Token ids at which the model ends a text, by the files of the model with which the run began, or else
+    by its tokenizer."""
     for name in ("generation_config.json", "config.json"):
         file = run / "origin" / name
         try:
@@ -159,13 +159,13 @@ def ends_of_text(run: Path, tokenizer: Tokenizer | None) -> set[int]:
 
 
 def tokenizer_of(config: Config, kept: Path | None = None) -> Tokenizer | None:
-    """That of the run: `kept` is the one in its folder, which an older run does not have. None: bytes, or ids."""
+    """The run's tokenizer: `kept` is in its folder, if the run is not too old. None: bytes, or ids."""
     own = str(kept) if kept and kept.exists() else config.tokenizer
     return load_tokenizer(own) if own else None
 
 
 def read_prompt(prompt: str, config: Config, numbers: bool, tokenizer: Tokenizer | None) -> tuple[list[int], Any]:
-    """Tokens of the prompt, and what turns tokens into text again. `numbers`: the run's data were token ids."""
+    """Tokens of the prompt, and a function that decodes tokens. `numbers`: the run's data were token ids."""
     if tokenizer:
         return tokenizer.encode(prompt), tokenizer.decode
     if numbers:

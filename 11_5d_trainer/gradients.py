@@ -1,8 +1,8 @@
 """From gradients to new weights: chapter 02's buckets at ZeRO stage 0, chapter 03's shards at stages 1 to 3.
 
-Every gradient has exactly one owner. Dense parameters are summed over the `data` ranks, experts over the ranks that
-hold the same experts; where these differ there are two owners side by side. step.py sees one surface, that of `Zero1`,
-whatever the stage:
+Every gradient has exactly one owner. Dense gradients are summed over the `data` ranks, experts' over the
+ranks that hold the same experts; where these groups differ there are two owners. For all stages step.py uses
+one interface, that of `Zero1`:
 
     zero_grad(); with micro_batch(last): ... backward(); gradient_pieces(); scale_gradients(); step(); param_groups
 """
@@ -39,7 +39,7 @@ class Replicated:
         hooks: bool,
     ) -> None:
         holder = nn.ParameterList(names)
-        broadcast_parameters(holder, group)  # the same seed gave the same weights; this makes it certain
+        broadcast_parameters(holder, group)  # the same seed gives the same weights; this makes sure
         self.names, self.group = names, group
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
         self.reducer = BucketedReducer(names, group, bucket_bytes=bucket_bytes, hooks=hooks)
@@ -78,7 +78,7 @@ class Replicated:
         self.optimizer.step()
 
     def arrive(self) -> None:
-        """Nothing is on its way after a step."""
+        """Nothing is in flight after a step."""
 
     def load(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> None:
         for p, name in self.names.items():
@@ -91,7 +91,7 @@ def owner_of(owners: Iterable[Any], p: nn.Parameter) -> Any:
 
 
 def local_gradient(owners: Iterable[Any], p: nn.Parameter) -> Tensor | None:
-    """What backwards inside `no_sync` have left on this rank: in `p.grad`, or in stage 1's wider buffer."""
+    """The gradient after backwards inside `no_sync`, on this rank: `p.grad`, or stage 1's wider buffer."""
     return getattr(owner_of(owners, p), "views", {}).get(p, p.grad) if p.requires_grad else None
 
 
@@ -103,9 +103,9 @@ def make_owners(
     hooks: bool = True,
     fused: Callable[..., None] | None = None,
 ) -> list[Any]:
-    """The owners of the gradients of `model`. With `hooks=False` the pipeline says when a gradient is complete.
+    """The owners of `model`'s gradients. With `hooks=False` the pipeline says when a gradient is complete.
 
-    `fused` is chapter 09's AdamW, with which ZeRO's shards are updated where they are on a device.
+    `fused` is chapter 09's AdamW, which updates ZeRO's shards if they are on a device.
     """
     stage, bucket_bytes, fp32 = config.zero, int(config.bucket_mib * 2**20), torch.float32
     named = {p: name for name, p in model.named_parameters()}
@@ -137,11 +137,11 @@ def make_owners(
         if config.zero_shards:
             make, group = partial(hybrid, mesh), mesh.groups["shards"]
         elif dist.get_backend(group) == "gloo" and not any(p.is_cuda for p in params):
-            options["reduce_scatter"] = ExchangeAndSum  # gloo sends from host memory only
+            options["reduce_scatter"] = ExchangeAndSum  # Gloo sends from host memory only
         if stage == 3 and params is not experts:
             options |= {"units": model.model.layers}
             del options["bucket_bytes"]  # a bucket per layer
-        # Experts are cut over their own ranks already: at stage 3 they stay where they are, the rest is sharded.
+        # Experts are already split over their own ranks: at stage 3 they stay so, the rest is sharded.
         owners.append(make(min(stage, 2) if params is experts else stage, model, own, group, **options))
     return owners
 
@@ -151,13 +151,13 @@ def hybrid(mesh: Mesh, stage: int, model: Any, optimizer: Any, shards: dist.Proc
 
 
 def copies_of(owner: Any, mesh: Mesh) -> int:
-    """How many ranks own the same slice of a ZeRO gradient's sum: one, or one in each copy of the model."""
+    """How many ranks own the same shard of a ZeRO gradient's sum: one, or one in each copy of the model."""
     return mesh.size("copies") if owner.group is mesh.groups.get("shards") else 1
 
 
 def runs(pieces: Iterable[tuple[str, Tensor]], holders: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """The same gradients with fewer tensors: those that lie end to end in a flat buffer, and that equally many ranks
-    hold, as one, under the name of the first. A norm of each costs a GPU a start of a kernel, of all of them one."""
+    """The same gradients in fewer tensors: those adjacent in a flat buffer and held by equally many ranks are
+    one, under the first's name. A GPU then launches one kernel for their norm, not one for each."""
     name, run = "", None
     for other, piece in pieces:
         flat = piece.view(-1) if piece.is_contiguous() else piece
@@ -185,10 +185,10 @@ CHUNK = 2**16  # elements whose squares a GPU sums in fp32
 
 
 def norm_of(piece: Tensor) -> Tensor:
-    """Its norm, as float64.
+    """The norm of `piece`, in float64.
 
-    Asked for float64, a GPU first writes a copy of 8 bytes for each element: 18 bytes of traffic instead of 2, and four
-    times the memory of a bf16 gradient. There chunks are summed in fp32 as they are read, and the chunks in float64.
+    For a float64 norm a GPU first writes a copy of 8 bytes per element: 18 bytes of traffic instead of 2, and
+    4 times the memory of a bf16 gradient. So there chunks are summed in fp32 as read, then in float64.
     """
     if not piece.is_cuda or piece.dtype == torch.float64:
         return torch.linalg.vector_norm(piece, dtype=torch.float64)
@@ -201,13 +201,13 @@ def norm_of(piece: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(owners: list[Any], model: nn.Module, mesh: Mesh, max_norm: float, unscale: float = 1.0) -> Tensor:
-    """Scale the gradient to `max_norm` if its norm is larger (0: never). Returns its norm, the same on all ranks, on
-    the device.
+    """Scale the gradient to `max_norm` if its norm is larger (0: never). Returns its norm, the same on all
+    ranks, on the device.
 
-    All gradients are multiplied by `unscale` first: 1 / the loss scale.
+    All gradients are first multiplied by `unscale`, 1 / the loss scale.
 
-    Every element of the whole model's gradient counts once in the sum over the world: what several ranks hold counts
-    on each of them for one part in so many.
+    Every element of the full model's gradient counts once in the sum over the world: an element that n ranks
+    hold counts 1/n on each of them.
     """
     # --- exercise 11.31: the norm of the whole model's gradient, in which every element counts once; and clip by it ---
     holders = ranks_that_hold(model, mesh)

@@ -1,4 +1,4 @@
-"""To and from Hugging Face: a folder with config.json and *.safetensors, of a Llama, Mistral, Qwen2 or 3, or Mixtral.
+"""To and from Hugging Face: a folder with config.json and *.safetensors (Llama, Mistral, Qwen2, 3, Mixtral).
 
     python 11_5d_trainer/hf.py runs/mine exported/           the newest checkpoint of a run, as a Hugging Face model
     torchrun ... 11_5d_trainer/train.py --init folder/       start from such a folder (or owner/model on the Hub)
@@ -35,7 +35,7 @@ from options import Config, OneLineParser, UsageError
 from sources import KEPT as TOKENIZER_FILES
 from torch import Tensor
 
-# Ours -> Hugging Face's, in config.json; the keys of a file, and what else there is, stand in hf_keys.py.
+# Our name -> Hugging Face's, in config.json; hf_keys.py has all keys of a file.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden": "hidden_size",
@@ -47,7 +47,7 @@ FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # and exported as they came
+KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # exported unchanged
 
 
 def safetensors() -> Any:
@@ -60,7 +60,7 @@ def safetensors() -> Any:
 
 @lru_cache
 def folder_of(name: str) -> Path:
-    """The folder of --init, or that of a name on the Hub, as owner/model, whose files are brought here once."""
+    """The folder of --init, or of a name on the Hub, as owner/model, whose files are downloaded once."""
     path = Path(name)
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return path
@@ -70,7 +70,7 @@ def folder_of(name: str) -> Path:
         raise UsageError(f"--init {name} is no folder; to fetch it from the Hub, pip install huggingface_hub") from None
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # its reasons are many, and long
+    except Exception as error:  # many reasons, some of them long
         reason = str(error).strip().split("\n")[0]
         raise UsageError(f"--init {name} is no folder, and cannot be fetched from the Hub: {reason}") from None
 
@@ -110,8 +110,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def files_of(folder: str) -> list[Path]:
-    """The files that hold the model: model.safetensors, or those of which the index speaks. Others that lie beside them
-    (an older export, a moving average) are not its weights."""
+    """The files that hold the model: model.safetensors, or those that the index names. Other files beside
+    them (an older export, a moving average) are not its weights."""
     home = folder_of(folder)
     one, index = home / "model.safetensors", home / INDEX
     if one.exists() and index.exists():
@@ -151,7 +151,7 @@ QWEN3_MOE = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 def their_name(kind: str, name: str) -> str:
-    """Of our name of a tensor, that in a file of this kind."""
+    """From our name of a tensor to its name in a file of this kind."""
     if kind != "qwen3_moe":
         return name
     name = name.replace(".block_sparse_moe.", ".mlp.")
@@ -167,8 +167,8 @@ def our_name(kind: str, name: str) -> str:
 
 
 def check_weights(folder: str, like: dict[str, Tensor]) -> None:
-    """Raise UsageError unless the folder has every tensor of `like` in its shape, and no other. Reads only what files
-    say of them, and the output layer where the model ties it to the embedding."""
+    """Raise UsageError unless the folder has every tensor of `like` in its shape, and no other. Reads only
+    the files' headers, and the output layer where the model ties it to the embedding."""
     found = open_files(folder)
     if missing := sorted(like.keys() - found.keys()):
         raise UsageError(f"--init {folder} has {len(files_of(folder))} *.safetensors, and in none of them {missing[0]}")
@@ -192,11 +192,11 @@ def check_weights(folder: str, like: dict[str, Tensor]) -> None:
 
 
 EMBEDDING = "model.embed_tokens.weight"
-COMPUTED = ".rotary_emb.inv_freq"  # the angles of RoPE, which old files hold as well
+COMPUTED = ".rotary_emb.inv_freq"  # RoPE's frequencies, which old files also have
 
 
 def read_weights(folder: str, names: set[str]) -> Mapping[str, Tensor]:
-    """These tensors, which `check_weights` has seen. Each is read when it is asked for."""
+    """These tensors, which `check_weights` has checked. Each is read on access."""
     found = open_files(folder)
 
     def read(name: str) -> Tensor:
@@ -207,7 +207,7 @@ def read_weights(folder: str, names: set[str]) -> Mapping[str, Tensor]:
 
 
 def keep_origin(path: str, run: Path) -> None:
-    """Copy what training does not use and an export gives back: the run may outlive the folder it began with."""
+    """Copy what training does not use but an export needs: the run may outlive the folder it began with."""
     (run / "origin").mkdir(exist_ok=True)
     if Path(path).is_file():
         shutil.copy(path, run / "origin" / "config.json")
@@ -219,7 +219,7 @@ def keep_origin(path: str, run: Path) -> None:
 def config_json(
     sizes: LlamaConfig, moe: MoEConfig | None, dtype: str, seq_len: int, origin: dict[str, Any]
 ) -> dict[str, Any]:
-    """`origin` is the config.json that the run began with; positions are those it had, or those of the training."""
+    """`origin` is the config.json that the run began with; positions are its own, or the training's."""
     kind = kind_of(sizes, moe)
     about = {theirs: getattr(sizes, ours) for ours, theirs in FIELDS.items()}
     about |= {"model_type": kind, "architectures": [hf_keys.KINDS[kind][0]], "hidden_act": "silu"}
@@ -250,8 +250,8 @@ def kind_of(sizes: LlamaConfig, moe: MoEConfig | None) -> str:
 
 
 def read_checkpoint(path: Path, like: dict[str, Tensor], dtype: torch.dtype, config: Config) -> Mapping[str, Tensor]:
-    """The weights, each of which is read when it is asked for. In fp32, a run of bf16-master gives its masters, where
-    it has any: weights that are not trained have none."""
+    """The weights, each read on access. In fp32, a run of bf16-master gives its master weights where it has
+    them: weights that are not trained have none."""
     weights = checkpoint.load(path, like, dtype)["weights"]
     if config.precision != "bf16-master" or dtype != torch.float32:
         return weights
@@ -270,7 +270,7 @@ def merged(weights: Mapping[str, Tensor], scale: float, name: str) -> Tensor:
 
 
 def in_files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
-    """File -> its tensors: in their order, as many as fit into `most` bytes. Several files are numbered."""
+    """File -> its tensors, in order, as many as fit into `most` bytes. Several files are numbered."""
     groups: list[list[str]] = [[]]
     for name, size in sizes.items():
         if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > most:
@@ -283,10 +283,10 @@ def in_files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
 
 
 def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: int = 5 * 10**9) -> str:
-    """Write the newest whole checkpoint of a run as a Hugging Face model. Returns the checkpoint's name.
+    """Write the newest complete checkpoint of a run as a Hugging Face model. Returns the checkpoint's name.
 
     Large models become several files of at most `file_bytes`; one of them is in memory at a time. In fp32, a run of
-    bf16-master gives its masters. Raises UsageError where there is no checkpoint, or a run in `folder`.
+    bf16-master gives its master weights. Raises UsageError without a checkpoint, or if `folder` holds a run.
     """
     return checkpoint.read_newest(run, lambda *found: write_model(run, *found, Path(folder), dtype, file_bytes))
 
@@ -319,14 +319,14 @@ def write_model(
     save_file = safetensors().torch.save_file  # before anything is removed
     out.mkdir(parents=True, exist_ok=True)
     for pattern in ("model*.safetensors*", "config.json", "generation_config.json", *TOKENIZER_FILES):
-        for old in out.glob(pattern):  # of an export before this one: a reader would mix them
+        for old in out.glob(pattern):  # of an earlier export: a reader would mix them
             old.unlink()
     kind = kind_of(sizes, moe)
     files = in_files({name: t.numel() * dtype.itemsize for name, t in like.items()}, file_bytes)
     for file, names in files.items():
         tensors = {their_name(kind, name): weights[name] for name in names}
         save_file(tensors, out / file, metadata={"format": "pt"})
-        del tensors  # before those of the next file
+        del tensors  # before the next file's are read
     if len(files) > 1:
         size = sum(t.numel() for t in like.values()) * dtype.itemsize
         where = {their_name(kind, name): file for file, names in files.items() for name in names}

@@ -1,10 +1,10 @@
-"""What each key of a Hugging Face config.json does here: one table, for the reader, its error lines and the README.
+"""What each key of a Hugging Face config.json does here: one table for the parser, its errors and the README.
 
     python 11_5d_trainer/hf_keys.py      prints the README's table
 
-A key that is not read is another model, with losses that look plausible. So each key of a file is honoured, or must
-have the one value that is trained here, or changes nothing about the function. Any other key is refused by its name,
-and so is a value that is not of its type: transformers would refuse it as well, or make another model of it.
+A key that is ignored may mean another model, with losses that look plausible. So each key is honoured, or
+must have the one value that is trained here, or does not change the function. Any other key is refused by
+name, and so is a value of the wrong type: transformers would also refuse it, or make another model of it.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 from options import UsageError
 
-# model_type -> its class in transformers, and what transformers assumes where a file does not say it. HEADS: as many as
+# model_type -> its class in transformers, and transformers' defaults for missing keys. HEADS: as many as
 # num_attention_heads; SPLIT: hidden_size / num_attention_heads.
 HEADS, SPLIT = "num_attention_heads", "hidden_size / num_attention_heads"
 ALIKE = {"tie_word_embeddings": False}
@@ -77,7 +77,7 @@ def is_token(value: Any) -> bool:
 
 
 SIZE, LAYERS = whole(2**24), whole(1024)
-# Up to 1e18: torch takes no larger whole numbers.
+# Up to 1e18: torch takes no larger integers.
 POSITIVE = Type("a positive number up to 1e18", lambda value: is_number(value) and 0 < value <= 1e18)
 AT_LEAST_1 = Type("a number from 1 to 1e18", lambda value: is_number(value) and 1 <= value <= 1e18)
 FLAG = Type("true or false", lambda value: type(value) is bool)
@@ -96,8 +96,8 @@ FULL = Type(
 
 @dataclass(frozen=True)
 class Key:
-    """`kinds` know the key (empty: all of them); in those of `free` it changes nothing and may be any `of`; in those of
-    `null` its null means that the file does not say it."""
+    """`kinds` have the key (empty: all kinds). In the kinds of `free` it changes nothing and may be any `of`;
+    in those of `null` a null means that the file does not set it."""
 
     type: Type
     here: str  # what it does, for the README
@@ -170,7 +170,7 @@ ROPE = {
     },
 }
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Names, what happens after training, and what `--balance` decides here: whatever these say, the function is the same.
+# Names, settings after training, and what `--balance` decides here: none of these changes the function.
 NOTHING = {
     *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "dtype", "id2label"),
     *("is_llama_config", "label2id", "model_type", "output_attentions", "output_hidden_states"),
@@ -186,7 +186,7 @@ def shown(key: str, value: Any) -> str:
 
 
 def parsed(where: str, text: str) -> dict[str, Any]:
-    """A config.json, in which each key stands once."""
+    """A config.json, in which each key may occur only once."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -205,8 +205,8 @@ def parsed(where: str, text: str) -> dict[str, Any]:
 
 
 def checked(where: str, found: Any) -> tuple[str, dict[str, Any]]:
-    """model_type, and the value of each key that is honoured: what the file says, or what transformers assumes.
-    Raises UsageError, in one line, for a key or a value that would be another model than the one that is built here."""
+    """model_type, and the value of each key that is honoured: the file's, or transformers' default. Raises
+    UsageError, in one line, for a key or a value that means another model than the one that is built here."""
     kind = found.get("model_type") if isinstance(found, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise UsageError(f"{where} is a {kind!r}, but only {', '.join(KINDS)} can be trained here")
@@ -256,7 +256,7 @@ def refusal(where: str, name: str, value: Any, of: Type, why: str) -> str:
 
 
 def rope_of(where: str, said: dict[str, Any]) -> dict[str, Any]:
-    """What the file says of RoPE: rope_theta, if it says it, and rope_scaling: None, or the four numbers of Llama 3."""
+    """The file's RoPE: rope_theta, if the file has it, and rope_scaling: None, or Llama 3's four values."""
     for name in ("rope_parameters", "rope_scaling"):
         if not PART.fits(said.get(name, {})):
             raise UsageError(f"{where} says of its RoPE {said[name]!r}, which means nothing here")
@@ -294,7 +294,7 @@ def rope_of(where: str, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def silent(name: str) -> str:
-    """What is assumed where a file does not say the key, by kind."""
+    """The default where a file does not have the key, by kind."""
     if KEYS[name].required:
         return "refused"
     by_value: dict[str, list[str]] = {}

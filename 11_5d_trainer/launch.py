@@ -1,15 +1,15 @@
-"""torchrun, with better habits: bad options end in one line, a long save is waited for, and what would end in the same
-way again is not started again.
+"""torchrun with three changes: wrong options end in one line, a long save may finish, and a run that would
+fail in the same way again is not restarted.
 
     python 11_5d_trainer/launch.py --nproc_per_node 4 11_5d_trainer/train.py --tp 2        torchrun's own command line
     python 11_5d_trainer/launch.py --nproc_per_node 4 any_script.py                        without the check of options
 
-Options. Under torchrun each rank finds out by itself that an option is wrong, and torchrun reports their deaths in half
-a hundred lines and ends with 1. Here those of train.py are checked for the whole world before any rank is started: one
-line, code 2.
+Options. Under torchrun each rank finds a wrong option by itself, and torchrun reports the failed ranks in
+some fifty lines and ends with 1. Here the options of train.py are checked for the whole world before any rank
+is started: one line, code 2.
 
-Signals. torchrun passes SIGTERM on, and kills after 30 seconds whoever has not ended. A step and a checkpoint of a
-large model take longer. Here it is ten minutes, unless --shutdown-timeout says otherwise (torch 2.13 has it).
+Signals. torchrun passes SIGTERM on and kills ranks that have not ended after 30 seconds. A step and a
+checkpoint of a large model take longer. Here it is ten minutes, or --shutdown-timeout (torch 2.13 has it).
 
 Restarts. A rank that ends with code 2 or 3 has said why in one line (a wrong option, a gradient that is not finite),
 and --max-restarts does not apply.
@@ -24,7 +24,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NoReturn
 
-if __name__ == "__main__":  # Ctrl-C while the imports below take their seconds: no traceback of them
+if __name__ == "__main__":  # Ctrl-C during the slow imports below prints no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import paths  # noqa: F401  finds the chapters below
@@ -36,15 +36,15 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as elastic
 
-if __name__ == "__main__":  # from here on, main has an end for it
+if __name__ == "__main__":  # from here on main handles Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SAVING = 600  # seconds for the step under way and a checkpoint
-SAID = {2, 3}  # codes of train.py: what ended the run stands in one line above
+SAVING = 600  # seconds for the current step and a checkpoint
+SAID = {2, 3}  # exit codes of train.py after a one-line message
 
 
 def arguments(words: list[str]) -> Namespace:
-    """torchrun's. Raises UsageError."""
+    """torchrun's arguments. Raises UsageError."""
     parser: Any = torchrun.get_args_parser()
 
     def error(message: str) -> NoReturn:
@@ -58,7 +58,7 @@ def arguments(words: list[str]) -> Namespace:
 
 
 def check(args: Namespace) -> None:
-    """Raise UsageError if the ranks would. Elastic, the world may be smaller: it is checked at its largest."""
+    """Raise UsageError if the ranks would. A world that may shrink (elastic) is checked at its largest."""
     asked = f"--nnodes {args.nnodes} --nproc_per_node {args.nproc_per_node}"
     try:
         _, nodes = torchrun.parse_min_max_nnodes(args.nnodes)
@@ -73,7 +73,7 @@ def check(args: Namespace) -> None:
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's own, which starts ranks again only if that could help."""
+    """torchrun's agent, except that it restarts ranks only if that could help."""
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
@@ -83,7 +83,7 @@ class Agent(LocalElasticAgent):
 
 
 def how_it_ended(error: ChildFailedError) -> tuple[int, str]:
-    """Exit code, and a line, about the rank that ended first: torchrun itself ends the others, by signals too."""
+    """Exit code and a line, of the rank that ended first; torchrun ends the others, also by signals."""
     rank, failure = error.get_first_failure()
     code = failure.exitcode
     if code in SAID:
@@ -107,8 +107,8 @@ def main(words: list[str]) -> int:
         return 0 if isinstance(error, NothingLeft) else 2
     except KeyboardInterrupt:
         return 130
-    # When ranks are started again, torchrun gives them its old store, with the addresses of those that have died, and
-    # each node counts its starts for itself. So a new store for each start.
+    # On a restart torchrun would reuse its old store, which has the addresses of dead ranks, and each node
+    # counts its own restarts. So each start gets a new store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     elastic.LocalElasticAgent = Agent  # type: ignore[misc]
     try:

@@ -8,20 +8,20 @@
     dp 1  [4 5]   [6 7]         [12 13]  [14 15]         dp       1 5        see different samples
            tp ->   tp ->          tp ->    tp ->         data     1 3 5 7    hold the same weights: gradients are summed
 
-Tensor-parallel ranks talk most and are innermost, next to each other: on a cluster they stay inside a node. Stages of a
-pipeline talk least and are outermost. The context axis is itself a grid of `ring` x `ulysses`, so that both can be used
-at once; one of them is usually 1.
+Tensor-parallel ranks send most and are innermost, next to each other, so on a cluster they stay inside a
+node. Pipeline stages send least and are outermost. The context axis is itself a grid of `ring` x `ulysses`,
+so that both can be used at once; one of them is usually 1.
 
-Experts are a slice of data x context: the `batch` ranks of a stage, which see different tokens, are cut into runs of
-`ep`, and each run holds every expert once. `experts` are the ranks that hold the same ones.
+Expert parallelism is a slice of data x context: the `batch` ranks of a stage, which see different tokens,
+form runs of `ep`, and each run holds every expert once. `experts` are the ranks that hold the same ones.
 
 DualPipe keeps each stage on two ranks, p and pp-1-p: these two hold the same weights, and join the same `data` group.
 
-HSDP (chapter 03) cuts the `data` group once more: `shards` consecutive ranks of it, on one machine, have one copy of
-the model between them, and `copies` are the ranks that hold the same shard of the other copies.
+HSDP (chapter 03) splits the `data` group once more: `shards` consecutive ranks of it, on one machine, share
+one copy of the model, and `copies` are the ranks that hold the same shard in the different copies.
 
-The grid is one tensor, and a group is what remains of it when the other axes are fixed. All groups are made here and
-handed to the techniques as arguments; nothing else asks for the world's size.
+The grid is one tensor, and a group is what remains of it when the other axes are fixed. All groups are made
+here and passed to the techniques as arguments; nothing else uses the world's size.
 """
 
 import math
@@ -40,11 +40,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ulysses": ("ulysses",),
     "pp": ("pp",),
     "batch": BATCH,
-    "replica": ("pp", *BATCH),  # everyone whose losses add up to that of the global batch
+    "replica": ("pp", *BATCH),  # the ranks whose losses add up to the global batch's
     "data": ("mirror", *BATCH),  # the ranks that hold the same weights
     "ep": ("ep",),
     "experts": ("mirror", "ep rows"),  # the ranks that hold the same experts
-    "tokens": BATCH,  # whose tokens a layer of experts counts in one micro-batch (and "tp", if these split the tokens)
+    "tokens": BATCH,  # whose tokens an expert layer counts per micro-batch (and "tp", if they split them)
     "all tokens": ("mirror", *BATCH),  # the same for a whole step
     "stage": (*BATCH, "tp"),  # the ranks that run the same layers at the same time
     "world": AXES,
@@ -79,7 +79,7 @@ def members(
     ep            how many ranks hold the experts once; divides dp x ring x ulysses
     mirrored      two pipelines in opposite directions (DualPipe): ranks p and pp-1-p hold the same weights
     split_tokens  tensor ranks hold different tokens too (sequence parallel)
-    shards        ranks of a `data` group that have one copy of the weights between them; 0: no `shards` and `copies`
+    shards        ranks of a `data` group that share one copy of the weights; 0: no `shards` and `copies`
     """
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     # --- exercise 11.29: a group is what remains of the grid when the other axes are fixed ---
@@ -115,10 +115,10 @@ def make_mesh(
     shards: int = 0,
     timeout: float = 300.0,
 ) -> Mesh:
-    """Lay the whole world out on the grid. Every rank calls it; it makes every group, also those of others.
+    """Lay the world out on the grid. Every rank calls it and makes every group, also groups of other ranks.
 
-    A collective that waits for a stuck rank fails after `timeout` seconds. Each group has to be told: a new group does
-    not take over the world's limit, but has half an hour.
+    A collective that waits for a stuck rank fails after `timeout` seconds. Each group gets the timeout
+    explicitly, because a new group does not inherit the world's but has half an hour.
     """
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     grid = torch.arange(dist.get_world_size()).view(*sizes.values())
@@ -137,7 +137,7 @@ def make_mesh(
                 alone[line[0]] = group
             if me in line:
                 groups[name] = group
-    # In the background, while the others are in use: always on the CPU.
+    # Used in the background, concurrently with the other groups: always on the CPU.
     groups["saving"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     return Mesh(sizes, place, groups)
 
@@ -145,7 +145,7 @@ def make_mesh(
 def picture(
     sizes: dict[str, int], ep: int = 1, mirrored: bool = False, split_tokens: bool = False, shards: int = 0
 ) -> str:
-    """Who sits where, and every group there is: what `--show-mesh` prints."""
+    """The place of every rank, and all groups: what `--show-mesh` prints."""
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     width = len(str(grid.max().item()))

@@ -1,38 +1,38 @@
-"""What a run costs, and whether that is what the chapters said: bytes held, bytes sent on each axis, traces, the end.
+"""What a run costs, next to the chapters' formulas: bytes held, bytes sent on each axis, traces, summary.
 
     --meter        after the first step: bytes of this run beside those of the formulas, on the screen and, rank by
                    rank, in meter.json
     --profile N    communication and compute of N steps on one time line for each rank, in trace-rank0.json and so on;
                    open them in ui.perfetto.dev
-    --tensorboard  the numbers of log.jsonl for TensorBoard too, and with
-    --wandb NAME   for a project of Weights & Biases
+    --tensorboard  write the values of log.jsonl for TensorBoard, and with
+    --wandb NAME   to a project of Weights & Biases
 
-The first step is always counted, for the summary at the end. A dispatch mode sees every communication operator, and
-looks up the group it is for: each axis has groups of its own (mesh.py), so bytes fall to axes by themselves. What a
-collective sends is what its bandwidth-optimal algorithm sends for the tensor it is given, as in chapter 02. Beside it
-stands what the options decide, which plan_traffic.py knows without a model, and what only a model that is built
-does: the buckets, heads and rows of this very rank. test_metrics.py holds the planner to these, too.
+The first step is always counted, for the summary. A dispatch mode sees every communication operator and its
+group; each axis has groups of its own (mesh.py), so the group gives the axis. A collective sends what its
+bandwidth-optimal algorithm sends for its tensor, as in chapter 02. The formula beside it has two parts: what
+the options decide, which plan_traffic.py knows without a model, and what only a built model decides, the
+buckets, heads and rows of this rank. test_metrics.py also checks the planner against these.
 
     axis         what is sent                                   where the formula comes from
     tp           activations within layers, norms' shares       the planner's `of_layers`, `of_ends`; chapter 04
     ring         keys and values, and their gradients           chapter 05: (P-1)/P KV, and (P-1)/P (KV + dKV)
-    ulysses      heads for tokens, and back                     chapter 05: `sent_per_layer`
+    ulysses      heads exchanged for tokens, and back           chapter 05: `sent_per_layer`
     pp, ends     activations between stages; a tied embedding   the planner's `of_pipeline`; chapter 06
     data         gradients, and with ZeRO weights               chapters 02 and 03: `bytes_sent`
     shards       the same, with --zero-shards                   chapter 03: `bytes_sent`
     copies       a shard's gradients, over the copies           chapter 03: `bytes_across`
     ep, experts  rows to experts and back; experts' gradients   chapter 07: `bytes_sent`, from the rows that were routed
-    the others   single numbers: counts, losses, norms          the planner's `everyone`
+    the others   scalars: counts, losses, norms                 the planner's `everyone`
 
 With --zero-offload the table also has what "crossed" between device and host, down and up (chapter 03:
 `bytes_over_the_link`), and says what is held on the host.
 
 There is a formula for fp32, fp64 and bf16-master. The table has none
 
-    under autocast           for axes on which activations travel: it decides operator by operator what is sent
-    with --recompute full    for tensor ranks in a pipeline, where a block runs again to its very end, and not only to
-                             the last tensor that backward needs; for experts with another --dispatch than pairs, or
-                             under a schedule that splits the backward, which runs their block again for each part
+    under autocast           for axes that send activations: autocast decides their dtype operator by operator
+    with --recompute full    for tensor ranks in a pipeline, where a block is recomputed to its end, not to
+                             the last tensor that backward needs; for experts with a --dispatch but pairs, or
+                             with a schedule that splits the backward, which recomputes their block each time
 """
 
 import dataclasses
@@ -72,8 +72,8 @@ from zero_memory import bytes_per_parameter, bytes_sent
 from zero_offload import Offload2, bytes_apart, bytes_over_the_link
 
 Bytes = dict[str, float]
-Rows = list[tuple[list[int], list[int]]]  # of each call of a layer of experts: sent to each rank, got from each
-TRAVELLING = ("tp", "ring", "ulysses", "pp", "ep")  # activations do, on these axes
+Rows = list[tuple[list[int], list[int]]]  # per call of an expert layer: sent to each rank, received from each
+TRAVELLING = ("tp", "ring", "ulysses", "pp", "ep")  # axes that send activations
 BUILT = ("ring", "ulysses", "data", "experts", "ep")  # what these send depends on the rank, or on the data
 
 
@@ -114,7 +114,7 @@ class Wire(TorchDispatchMode):
         elif operator == "alltoall_base_":
             splits = given.get("input_split_sizes") or [1] * P
             rows = sum(splits)
-            sent = full(args[1]) * (rows - splits[rank]) / max(rows, 1)  # what is for this rank itself stays
+            sent = full(args[1]) * (rows - splits[rank]) / max(rows, 1)  # the rank's own rows are not sent
         elif operator == "send":
             sent = full(args[0])
         elif operator in ("recv_", "barrier"):
@@ -127,7 +127,7 @@ class Wire(TorchDispatchMode):
 
 @contextmanager
 def routed_rows(model: Any) -> Iterator[Rows]:
-    """For each call of a layer of experts inside: the rows that this rank sends to each rank, and gets from each."""
+    """For each call of an expert layer inside: the rows that this rank sends to and gets from each rank."""
     rows: Rows = []
     layers = moe_layers(model)
     for layer in layers:
@@ -204,7 +204,7 @@ def crossed(me: Trainer) -> dict[str, int]:
 
 
 def crossed_by_formula(me: Trainer) -> Bytes:
-    """In one step: chapter 03's, for each owner."""
+    """In one step, by chapter 03's formula for each owner."""
     m = 1 if me.pipeline else me.config.accumulation(me.mesh.sizes["dp"])
     total = {"down": 0.0, "up": 0.0}
     for owner in offloaded(me):
@@ -218,19 +218,19 @@ def crossed_by_formula(me: Trainer) -> Bytes:
 def sent_by_formula(me: Trainer, rows: Rows) -> dict[str, float | None]:
     """Bytes that this rank sends in a step, by axis; None where there is no formula.
 
-    What the options decide is the planner's, which needs no model. Its mean over ranks, or over routings, is not enough
-    for the axes in BUILT: there this rank's own heads, buckets and rows are counted.
+    What the options decide comes from the planner, which needs no model. Its mean over ranks or routings is
+    not exact for the axes in BUILT; there this rank's own heads, buckets and rows are counted.
     """
     c, mesh, sizes, moe = me.config, me.mesh, me.model.config, me.config.mixture(me.model.config)
     layout, sent = Layout.of(c, sizes, mesh.size("world")), defaultdict[str, float](float)
-    built = {*BUILT} - ({"ulysses"} if c.fpdt_chunks else set())  # of chunks every rank of Ulysses sends the same
+    built = {*BUILT} - ({"ulysses"} if c.fpdt_chunks else set())  # Ulysses ranks send equal chunks
     for flow in flows(sizes, moe, layout, mesh.place["pp"]):
         sent[flow.axis] += flow.wire if flow.axis not in built else 0
     calls = sum(len(layers) * times for _, layers, times in passes_of(sizes, layout, mesh.place["pp"]))
     more = [*sent_for_context(me, layout, calls), *sent_for_gradients(me, layout), *sent_to_experts(me, rows)]
     for axis, size in more:
         sent[axis] += size
-    if moe and moe.capacity and c.dispatch != "fixed":  # in slots every rank drops its own
+    if moe and moe.capacity and c.dispatch != "fixed":  # with fixed slots each rank drops on its own
         sent["tokens"] += calls * 8 * moe.experts * moe.top_k * (mesh.size("tokens") - 1)
     unsure: tuple[str, ...] = (*TRAVELLING, "stage", "tokens", "world") if c.precision in AUTOCAST else ()
     if c.recompute == "full" and moe:
@@ -241,15 +241,15 @@ def sent_by_formula(me: Trainer, rows: Rows) -> dict[str, float | None]:
 
 
 def sent_for_context(me: Trainer, layout: Layout, calls: int) -> Iterator[tuple[str, float]]:
-    """Chapter 05, per layer. `sent_per_layer` is about elements of a batch of 1."""
+    """Chapter 05's formulas, per layer. `sent_per_layer` counts elements of a batch of 1."""
     c, mesh, sizes = me.config, me.mesh, me.model.config
     e = next(me.model.parameters()).element_size()
     R, U, place = mesh.sizes["ring"], mesh.sizes["ulysses"], mesh.place["ulysses"]
     B, S, width = c.micro_batch, c.seq_len, sizes.attention_width // layout.tp
     N, kv = sizes.heads // layout.tp, max(sizes.kv_heads // layout.tp, 1)  # heads of this rank
-    heads = len(kv_heads_of(place, U, N, kv))  # of keys and values, that this rank needs
+    heads = len(kv_heads_of(place, U, N, kv))  # K/V heads that this rank needs
     swap, head = sent_per_layer("ulysses", S // R, width, U, N, kv, place), S // R // U * sizes.head_dim
-    back = 2 * (N - N // U + (U - 1) * heads) * head  # gradients of what it was sent
+    back = 2 * (N - N // U + (U - 1) * heads) * head  # gradients of what it received
     again = {"none": 0, "selective": swap - (N - N // U) * head, "full": swap}[c.recompute]  # selective: q, k and v
     if not c.fpdt_chunks:
         yield "ulysses", calls * B * (swap + back + again) * e
@@ -260,7 +260,7 @@ def sent_for_context(me: Trainer, layout: Layout, calls: int) -> Iterator[tuple[
 
 
 def sent_for_gradients(me: Trainer, layout: Layout) -> Iterator[tuple[str, float]]:
-    """Chapters 02 and 03, for each owner."""
+    """The formulas of chapters 02 and 03, for each owner."""
     c, mesh = me.config, me.mesh
     for axis, owner in zip(("data", "experts"), me.owners, strict=False):
         axis = "shards" if owner.group is mesh.groups.get("shards") else axis
@@ -271,7 +271,7 @@ def sent_for_gradients(me: Trainer, layout: Layout) -> Iterator[tuple[str, float
         kept = 0
         whole = sum(b.padded * weight_of(b) for b in owner.buckets)
         summed = sum(b.padded * sent_width(c, owner, b) for b in owner.buckets)
-        if owner.stage == 3:  # the last unit and the root stay between forward and backward
+        if owner.stage == 3:  # the last unit and the root stay unsharded until backward
             kept = sum(b.padded * weight_of(b) for unit in (owner.units[-1], owner.root) for b in unit.buckets)
         times = 1 if me.pipeline else layout.micro_batches
         yield axis, bytes_sent(owner.stage, mesh.size(axis), summed, kept, times, whole)
@@ -283,7 +283,7 @@ def sent_for_gradients(me: Trainer, layout: Layout) -> Iterator[tuple[str, float
 
 
 def sent_to_experts(me: Trainer, rows: Rows) -> Iterator[tuple[str, float]]:
-    """Chapter 07: what the formula needs of the routing is how many rows there were."""
+    """Chapter 07's formula, which needs only the number of rows from the routing."""
     c, hidden, moe = me.config, me.model.config.hidden, me.config.mixture(me.model.config)
     experts = moe.experts if moe else 0
     rank, P = dist.get_rank(me.mesh.groups["ep"]), me.mesh.size("ep")
@@ -296,7 +296,7 @@ def sent_to_experts(me: Trainer, rows: Rows) -> Iterator[tuple[str, float]]:
             yield "ep", fixed_dispatch.bytes_sent_fixed(P, experts, C, hidden, e)
         else:
             yield "ep", expert_dispatch.bytes_sent(c.dispatch, matrix, rank, hidden, experts, e, max(e, 4))
-        if c.recompute == "full":  # there and back once more, as in forward
+        if c.recompute == "full":  # dispatch and combine again, as in forward
             yield "ep", (sum(send) + sum(receive) - 2 * send[rank]) * hidden * e
 
 
@@ -310,7 +310,7 @@ def weight_of(bucket: Any) -> int:
 
 
 def sent_width(config: Any, owner: Any, bucket: Any) -> int:
-    """Bytes of an element of a gradient on its way; stage 1 sends what it has summed over the micro-batches."""
+    """Bytes per element of a gradient as it is sent; stage 1 sends the sum over the micro-batches."""
     wide = config.reduce_dtype == "fp32" or (config.accumulate_dtype == "fp32" and owner.stage == 1)
     return 4 if wide else weight_of(bucket)
 
@@ -319,7 +319,7 @@ def sent_width(config: Any, owner: Any, bucket: Any) -> int:
 
 
 class Watch:
-    """Looks at the steps of a run: `with watch.step(step): train_step(...)`. All its methods are collective."""
+    """Measures the steps of a run: `with watch.step(step): train_step(...)`. All methods are collective."""
 
     def __init__(self, me: Trainer, run: Path, first: int) -> None:
         self.me, self.run, self.first = me, run, first
@@ -361,7 +361,7 @@ class Watch:
         dist.all_gather_object(self.ranks, mine)
 
     def report(self) -> str:
-        """The table of `--meter`, of which meter.json has every rank. "Measured" is that of the rank with most."""
+        """The table of `--meter`; meter.json has it rank by rank. "Measured" is the maximum over ranks."""
         lines = [f"{'bytes of a rank':30} {'measured':>15} {'formula':>15} {'all ranks, measured':>20}"]
         for what in ("held", "sent", "crossed"):
             for kind in self.ranks[0][what]:
@@ -394,13 +394,13 @@ class Watch:
             self.profiler = None
 
     def end(self) -> None:
-        """Write the trace, also if the run was over before its last step."""
+        """Write the trace, also if the run ended before the last traced step."""
         self.end_trace()
         for board in self.boards:
             board.end()
 
     def summary(self, lines: list[dict[str, Any]]) -> str:
-        """The end of a run in words: loss, speed, memory, and what went over the wire on each axis."""
+        """The summary of a run: loss, speed, memory, and bytes sent on each axis."""
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak_memory(self.me.device))
         trained = [line for line in lines if "loss" in line]
@@ -427,7 +427,7 @@ def text(size: float) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: allocated on the GPU at most; on the CPU, of the whole process."""
+    """Peak bytes: allocated on the GPU; on the CPU, of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -435,7 +435,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class TensorBoard:
-    """Into the folder of the run."""
+    """Writes into the folder of the run."""
 
     def __init__(self, config: Any, run: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -451,7 +451,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run that is resumed goes on under the id that it got first."""
+    """A resumed run keeps its first id."""
 
     def __init__(self, config: Any, run: Path) -> None:
         import wandb
@@ -471,7 +471,7 @@ class WeightsAndBiases:
 
 
 def check_boards(config: Any) -> None:
-    """Raise UsageError if one that is asked for is not installed."""
+    """Raise UsageError if a requested one is not installed."""
     for asked, name, module in (
         (config.tensorboard, "tensorboard", "torch.utils.tensorboard"),
         (config.wandb, "wandb", "wandb"),
@@ -484,7 +484,7 @@ def check_boards(config: Any) -> None:
 
 
 def boards(config: Any, run: Path) -> list[Any]:
-    """Those that were asked for. One that cannot begin, say without a network, ends nothing."""
+    """The requested boards. One that fails to start, say without a network, does not end the run."""
     found: list[Any] = []
     for asked, kind in ((config.tensorboard, TensorBoard), (config.wandb, WeightsAndBiases)):
         try:

@@ -1,6 +1,6 @@
-"""The model of a rank: chapter 01's Llama, cut by chapter 04 and with the attention of chapter 05, as the mesh says.
+"""The model of a rank: chapter 01's Llama, sharded as in chapter 04, with the attention of chapter 05.
 
-All of them start from the same weights, drawn by name (chapter 01), so a layout never changes what is trained.
+All ranks start from the same weights, drawn by name (chapter 01), so a layout never changes what is trained.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,40 +56,40 @@ EXPERTS = {"mixtral-8x7b": (8, 2)}  # experts, and how many a token uses
 def build(
     config: Any, sizes: LlamaConfig, mesh: Mesh, parts: Parts, layers: list[int] | None, device: torch.device
 ) -> nn.Module:
-    """This rank's model with its first weights, made of the functions in `parts`, as the options say. It takes this
-    rank's tokens and their positions (`my_positions`).
+    """This rank's model with its initial weights, made of the functions in `parts`, as the options say. It
+    takes this rank's tokens and their positions (`my_positions`).
 
-    A rank of a pipeline holds only some `layers`, the embedding if the first is among them, and the norm and the output
-    layer after the last. Its parameters keep the names that they have in the whole model, and hence their first values.
-    Such a model cannot be called: its `Stage`s can, and whoever runs them sums the shares over the tensor group
-    (`sync_replicated_gradients`), once when a stage is done and not for each micro-batch.
+    A pipeline rank holds only some `layers`, the embedding if the first is among them, and norm and output
+    layer if the last is. Its parameters keep their names in the full model, and hence their initial values.
+    Such a model cannot be called; its `Stage`s can. Their caller sums the partial gradients over the tensor
+    group (`sync_replicated_gradients`), once when a stage is done and not for each micro-batch.
     """
     held = list(range(sizes.layers)) if layers is None else sorted(layers)
     first, last = held[0] == 0, held[-1] == sizes.layers - 1
     with torch.device("meta"):  # no memory yet
         model = make_layers(config, sizes, mesh, parts, len(held))
     model.config = model.model.config = sizes
-    # Tied, the ranks of the first and of the last stage both hold the embedding, and both have a share of its gradient.
+    # If tied, the first and the last stage both hold the embedding, each with a part of its gradient.
     model.shared = {"model.embed_tokens.weight"} if sizes.tied and first != last else set()
     if layers is not None:
         model.model.layers = nn.ModuleDict({str(i): block for i, block in zip(held, model.model.layers, strict=True)})
         if not last:
             model.model.norm = model.lm_head = None
-        if not (first or (last and sizes.tied)):  # tied, the output layer is the embedding
+        if not (first or (last and sizes.tied)):  # if tied, the output layer is the embedding
             model.model.embed_tokens = None
     model.to(weight_dtype(config))  # while it has no memory: in fp32 it may not fit
     fill(model, sizes, config.seed, device, tie=sizes.tied and last)
     freeze(model, sizes)
     if mesh.sizes["tp"] > 1 and layers is None:
-        # Some gradients are shares, of norms or of K/V heads, and have to be summed before anyone takes them away.
+        # Some gradients, of norms or K/V heads, are partial sums, to be reduced before an owner takes them.
         sync_in_backward(model, mesh.groups["tp"])
     wrap_blocks(config, model, mesh, device)
     return model
 
 
 def make_layers(config: Any, sizes: LlamaConfig, mesh: Mesh, parts: Parts, layers: int) -> Any:
-    """A model of so many layers, cut over the tensor group. With experts the second half of each block is a mixture of
-    them, of which this rank holds its share."""
+    """A model of `layers` layers, sharded over the tensor group. With experts the feed-forward layer of each
+    block is a mixture of experts, of which this rank holds its part."""
     few, moe, tp = replace(sizes, layers=layers), config.mixture(sizes), mesh.groups["tp"]
     high = replace(parts, linear=F.linear) if isinstance(parts.linear, Fp8Linear) else parts
     own_feed_forward: dict[str, Any] = {}
@@ -113,11 +113,11 @@ def make_layers(config: Any, sizes: LlamaConfig, mesh: Mesh, parts: Parts, layer
 
 
 def wrap_blocks(config: Any, model: Any, mesh: Mesh, device: torch.device) -> None:
-    """Recomputation of whole blocks, and chunks of the sequence, the others on the host."""
+    """Add recomputation of full blocks, and chunks of the sequence of which only some are on the device."""
     blocks = list(model.model.layers.children())
     if config.recompute == "full" and config.pp > 1 and not moe_layers(model):
-        for block in blocks:  # a pipeline may split the backward, and torch's checkpoint would then run a block again
-            block.forward = recomputed_once(block.forward)  # for every cut
+        for block in blocks:  # a pipeline may split the backward; torch's checkpoint would recompute a block
+            block.forward = recomputed_once(block.forward)  # for each part
     elif config.recompute == "full":
         recompute_blocks(blocks)
     if config.fpdt_chunks:
@@ -128,7 +128,7 @@ def wrap_blocks(config: Any, model: Any, mesh: Mesh, device: torch.device) -> No
 
 
 def give_memory(model: Any, device: torch.device | str, tie: bool) -> None:
-    """To a model on the meta device; what is in its weights then is whatever was there."""
+    """Allocate a model that is on the meta device. Its weights are uninitialized."""
     model.to_empty(device=device)
     if tie:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -137,7 +137,7 @@ def give_memory(model: Any, device: torch.device | str, tie: bool) -> None:
 
 
 def fill(model: Any, sizes: LlamaConfig, seed: int, device: torch.device | str, tie: bool) -> None:
-    """Give a model on the meta device its memory and its first values."""
+    """Allocate a model that is on the meta device and initialize it."""
     give_memory(model, device, tie)
     if isinstance(model, ParallelLlama):
         parallel_linear.init_weights(model, sizes.layers, seed)
@@ -147,7 +147,7 @@ def fill(model: Any, sizes: LlamaConfig, seed: int, device: torch.device | str, 
 
 
 def alone(sizes: LlamaConfig, moe: MoEConfig | None = None, device: torch.device | str = "cpu") -> Llama:
-    """The whole model on one process. On the meta device it has shapes and no memory."""
+    """The full model in one process. On the meta device it has shapes and no memory."""
     own = {"feed_forward": lambda config, parts: MoE(moe, None, None, parts=parts)} if moe else {}
     with torch.device("meta"):
         model = Llama(sizes, **own)  # type: ignore[arg-type]
@@ -162,10 +162,10 @@ def is_adapter(name: str) -> bool:
 
 
 def freeze(model: Any, sizes: LlamaConfig) -> None:
-    """Of a model with adapters, these alone are trained.
+    """Freeze all but the adapters of a model that has them.
 
-    What the embedding gives asks for a gradient all the same, though nobody uses it: then the first block computes and
-    sends what every other one does, and whoever waits for the end of its backward hears of it.
+    The embedding's output requires a gradient all the same, though it is not used. So the first block
+    computes and sends what every other block does, and hooks at the end of its backward are called.
     """
     if not sizes.lora_rank:
         return
@@ -176,8 +176,8 @@ def freeze(model: Any, sizes: LlamaConfig) -> None:
 
 
 def through(x: Tensor, blocks: Iterable[Any], cos: Tensor, sin: Tensor) -> Tensor:
-    """x through these blocks. Domino's halves go through all of them at once, unless somebody waits at each block, as
-    ZeRO-3 does: there the halves meet."""
+    """Run x through these blocks. Domino's halves run through all of them at once, unless blocks have hooks,
+    as with ZeRO-3; then the halves are joined at each block."""
     blocks = list(blocks)
     if all(isinstance(block, HalvedBlock) and not has_hooks(block) for block in blocks):
         return in_halves(x, blocks, cos, sin)
@@ -187,7 +187,7 @@ def through(x: Tensor, blocks: Iterable[Any], cos: Tensor, sin: Tensor) -> Tenso
 
 
 def loss_in_chunks(model: Any, chunks: int, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-    """What a model with `fpdt_chunks` does when it is called: the sum of the losses, and never all logits at once."""
+    """Forward pass of a model with `fpdt_chunks`: the sum of the losses, without all logits at once."""
     config = model.config
     cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     x = model.model.embed_tokens(tokens)
@@ -197,10 +197,10 @@ def loss_in_chunks(model: Any, chunks: int, tokens: Tensor, positions: Tensor, l
 
 
 class Stage(nn.Module):
-    """Some layers of a model, with the embedding before the first of all and norm and output layer after the last.
+    """Some layers of a model, with the embedding before the first and norm and output layer after the last.
 
-    Takes tokens [B, S] or the hidden states of the stage before it, gives hidden states or logits. The layers are those
-    of `model`, which has the parameters under their names in the whole model.
+    Takes tokens [B, S] or the previous stage's hidden states, returns hidden states or logits. The layers
+    belong to `model`, which has the parameters under their names in the full model.
     """
 
     def __init__(self, model: Any, layers: range, positions: Tensor) -> None:
@@ -233,15 +233,15 @@ def my_positions(seq_len: int, mesh: Mesh, kind: str, fpdt_chunks: int = 0) -> T
 
 
 def cross_entropy_sum(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the losses of this rank's tokens. Ranks of a tensor group get the same number."""
+    """Sum of the losses of this rank's tokens. Ranks of a tensor group get the same value."""
     return (model.cross_entropy if isinstance(model, ParallelLlama) else model.parts.cross_entropy)(logits, labels)
 
 
-# ------------------------------------------------------------------------------ whole weights, by Hugging Face's names
+# ---------------------------------------------------------------------- full weights, by Hugging Face's names
 
 
 class Lazy(Mapping[str, Any]):
-    """A dictionary whose values are made when asked for and not kept: who walks through it holds one at a time."""
+    """A mapping that makes its values on access, without a cache. Iteration holds one value at a time."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], Any]) -> None:
         self.names, self.make = {name: name for name in names}, make
@@ -260,12 +260,12 @@ class Lazy(Mapping[str, Any]):
 
 
 def whole_names(model: nn.Module, name: str) -> list[str]:
-    """Under which names a parameter of a rank is kept: its own, or one for each expert, which are stacked in a rank."""
+    """The names under which a rank's parameter is saved: its own, or one for each expert stacked in it."""
     return expert_names(model, name) or [full_name(model, name)]
 
 
 def full_shapes(sizes: LlamaConfig, moe: MoEConfig | None = None) -> dict[str, Tensor]:
-    """Every parameter of the whole model, and the routers' biases, which are counted and not learned; on "meta"."""
+    """Every parameter of the full model, and the routers' biases, which follow from counts; on "meta"."""
     model = alone(sizes, moe, "meta")
     whole: dict[str, Tensor] = {}
     for name, tensor in [*model.named_parameters(), *state_buffers(model).items()]:
@@ -275,7 +275,7 @@ def full_shapes(sizes: LlamaConfig, moe: MoEConfig | None = None) -> dict[str, T
 
 
 def own_names(model: nn.Module, name: str, mesh: Mesh) -> list[str]:
-    """Those of a parameter's `whole_names` that this rank has: of the experts, its own."""
+    """The part of a parameter's `whole_names` that this rank has: only its own experts."""
     names = whole_names(model, name)
     each = len(names) // mesh.size("ep")
     first = dist.get_rank(mesh.groups["ep"]) * each
@@ -283,7 +283,7 @@ def own_names(model: nn.Module, name: str, mesh: Mesh) -> list[str]:
 
 
 def held_names(model: nn.Module, mesh: Mesh) -> set[str]:
-    """The whole tensors that a rank needs to take its pieces from."""
+    """The full tensors of which a rank needs its shards."""
     mine = [*dict(model.named_parameters()), *state_buffers(model)]
     return {whole for name in mine for whole in own_names(model, name, mesh)}
 
@@ -295,9 +295,9 @@ def state_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def join_pieces(model: nn.Module, name: str, piece: Tensor, mesh: Mesh) -> Tensor:
-    """From this rank's piece of a parameter (the weight, or an optimizer's moment) to what the tensor group has of it.
+    """Join the tensor group's shards of a parameter (the weight, or an optimizer's moment).
 
-    Collective over that group. On a GPU pieces meet on the device, and what they make is in host memory.
+    Collective over that group. On a GPU shards are gathered on the device, and the result is in host memory.
     """
     if mesh.sizes["tp"] == 1:
         return piece
@@ -308,21 +308,21 @@ def join_pieces(model: nn.Module, name: str, piece: Tensor, mesh: Mesh) -> Tenso
 def cut_tensors(
     model: nn.Module, whole: Mapping[str, Tensor], mesh: Mesh, names: Iterable[str]
 ) -> Mapping[str, Tensor]:
-    """The other way: of whole tensors, this rank's pieces of these parameters. Each is cut when it is asked for."""
+    """The inverse: this rank's shards of these parameters, from full tensors. Each is made on access."""
     held = shards(model) if mesh.sizes["tp"] > 1 else {}
 
     def cut(name: str) -> Tensor:
         mine = [whole[each] for each in own_names(model, name, mesh)]
         tensor = torch.stack(mine) if expert_names(model, name) else mine[0]
-        # A copy, since a view would keep the whole tensor; packed, since fused AdamW walks through a state as if it
-        # lay in memory like the weight.
+        # A copy, since a view would keep the full tensor; contiguous, since fused AdamW assumes that a state
+        # has the memory layout of its weight.
         return held[name].cut(tensor).clone(memory_format=torch.contiguous_format) if held else tensor
 
     return Lazy(names, cut)
 
 
 def ranks_that_hold(model: Any, mesh: Mesh) -> dict[str, int]:
-    """By parameter, how many ranks hold the same piece of it, apart from those that share its gradient's sum."""
+    """For each parameter, how many ranks hold the same shard, besides those that share its gradient's sum."""
     tp = mesh.sizes["tp"]
     held = shards(model) if tp > 1 else {}
     copies = {name: tp // held[name].pieces if held else 1 for name, _ in model.named_parameters()}

@@ -1,24 +1,24 @@
 """Which functions a model is made of: readable PyTorch, or the kernels and the low precision of chapters 08 to 10.
 
-attention       chapter 01's, FlashAttention (09, in Triton or CUDA), over the context ranks (05), or with chunks on
-                the host (08)
+attention       chapter 01's, FlashAttention (09, in Triton or CUDA), over the context ranks (05), or with
+                chunks on the host (08)
 norm, rope, swiglu, cross_entropy       chapter 01's, or fused (09)
 linear          F.linear, a product in CUDA (09: cuda_parts.py), or in fp8 (10)
 
-With --kernels triton, where one rank has whole layers (no --tp, no --pp), three more functions stand for several of
-these, and round as they do: q, k, v and gate, up take one x and sum its gradient inside their products (01); the norm
-after attention adds the residual (09), unless autocast makes one of the two narrower; the output layer and the loss
-never hold all logits (09), except in fp16, whose loss scale comes too late for them. In fp8, q, k, v and gate, up share
-one x in 8 bits (10), with any kernels.
+With --kernels triton and full layers on one rank (no --tp, no --pp), three fused functions replace several of
+these, with the same rounding. q, k, v and gate, up take one x and sum its gradient inside their matmuls (01).
+The norm after attention adds the residual (09), unless autocast makes one of the two narrower. The output
+layer and the loss never hold all logits (09), except in fp16, whose loss scale is applied too late for them.
+In fp8, q, k, v and gate, up share one x in 8 bits (10), with any kernels.
 
 --precision     weights    products                      besides
 fp64, fp32      as named   as named
 bf16            fp32       bf16 (autocast)
 fp16            fp32       fp16 (autocast)               the loss is scaled, and a step that overflows is left out
-bf16-master     bf16       bf16                          ZeRO keeps each weight once more in fp32 (--zero 1 or more)
+bf16-master     bf16       bf16                          ZeRO stores fp32 master weights (--zero 1 or more)
 fp8-...         fp32       fp8 in the layers             bf16 for the rest; the output layer stays in bf16
 
-The products of fp8-block are chapter 10's in CUDA on Hopper, where nvcc is, and else Triton's.
+The matmuls of fp8-block are chapter 10's in CUDA on Hopper with nvcc, else Triton's.
 """
 
 from collections.abc import Callable
@@ -60,10 +60,10 @@ def make_parts(
     device: torch.device | str,
     documents: "Documents | None" = None,
 ) -> Parts:
-    """The functions for this rank. With `documents` attention is that within each of them."""
+    """The functions for this rank. With `documents`, attention is within each document."""
     parts, local, attention = Parts(), EXPLICIT, None
     whole_layers = mesh.sizes["tp"] == mesh.sizes["pp"] == 1
-    # Imported here: on a CPU these imports turn Triton's interpreter on, and it knows no bf16, the one dtype of CUDA's.
+    # Imported here: on a CPU these imports turn Triton's interpreter on, which lacks bf16, cuda's dtype.
     if kernels == "triton" or (kernels == "cuda" and torch.device(device).type == "cuda"):
         from flash_kernels import TRITON, flash_attention
         from fused import add_rms_norm, rms_norm, rope, swiglu
@@ -109,8 +109,8 @@ def fp8_product(recipe: str, device: torch.device | str) -> str:
 
 
 def attention_over_ranks(mesh: Mesh, kind: str, local: Any, attention: Any) -> Any:
-    """attention(q, k, v, *, causal) for tokens that lie over the context axis. `local` computes one block of a ring,
-    `attention` a whole sequence; None is chapter 05's own."""
+    """attention(q, k, v, *, causal) for tokens sharded over the context axis. `local` computes one block of a
+    ring, `attention` a full sequence; None means chapter 05's own."""
     ring, all_to_all = mesh.groups["ring"], mesh.groups["ulysses"]
     if kind == "usp":
         return usp(all_to_all, ring, LAYOUTS[kind], local)
@@ -120,13 +120,13 @@ def attention_over_ranks(mesh: Mesh, kind: str, local: Any, attention: Any) -> A
 
 
 class Documents:
-    """attention(q, k, v, *, causal) in which no token sees another document. Each sample has borders of its own, and is
-    computed by itself."""
+    """attention(q, k, v, *, causal) in which no token sees another document. Each sample has its own
+    boundaries and is computed by itself."""
 
     attention_in: Callable[[list[int]], Any]  # from cu_seqlens (chapter 05) to the attention for one sample
 
     def begin(self, places: Tensor) -> None:
-        """A micro-batch begins. `places` [B, S]: how far each token is from the beginning of its document."""
+        """Start a micro-batch. `places` [B, S]: how far each token is from the beginning of its document."""
         borders = [[*(row == 0).nonzero().flatten().tolist(), len(row)] for row in places]
         self.each = [self.attention_in(cu_seqlens) for cu_seqlens in borders]
 
@@ -136,8 +136,8 @@ class Documents:
 
 
 def attention_in_documents(mesh: Mesh, kind: str, local: Any, attention: Any, cu_seqlens: list[int]) -> Any:
-    """attention(q, k, v, *, causal) for one sample. A ring's blocks leave out what documents do not see; Ulysses has
-    whole sequences between its exchanges, as a rank alone has them."""
+    """attention(q, k, v, *, causal) for one sample. A ring's blocks leave out what documents do not see;
+    between its all-to-alls Ulysses has full sequences, as a single rank has."""
     if mesh.cp == 1:
         return in_documents(cu_seqlens, attention)
     if kind == "ulysses":
@@ -147,12 +147,12 @@ def attention_in_documents(mesh: Mesh, kind: str, local: Any, attention: Any, cu
 
 
 def leave_out_step(parts: Parts) -> None:
-    """In place of `end_step` where the weights stay as they are."""
+    """Replaces `end_step` for a step that leaves the weights unchanged."""
     if isinstance(parts.linear, Fp8Linear):
         parts.linear.leave_out_step()
 
 
 def end_step(parts: Parts) -> None:
-    """After the optimizer step: what the fp8 products have noticed meanwhile. Raises FloatingPointError."""
+    """After the optimizer step: report what the fp8 matmuls have recorded. Raises FloatingPointError."""
     if isinstance(parts.linear, Fp8Linear):
         parts.linear.end_step()

@@ -32,14 +32,14 @@ from schedule_simulator import W
 from schedules import SCHEDULES, Schedule
 from schedules import build as build_schedule
 
-SIZES = ("hidden", "layers", "heads", "kv_heads", "intermediate")  # which a preset or a file says, or options
+SIZES = ("hidden", "layers", "heads", "kv_heads", "intermediate")  # given by a preset, a file or options
 KERNELS = ("auto", "torch", "triton", "cuda")
 WIDTHS = ("weights", "fp32")  # of sums of gradients
 POSITIVE = ("lr", "bucket_mib", "timeout", "loss_scale")
 
 
 class UsageError(ValueError):
-    """What the user asked for cannot be done; says in one line which option, which value, and what would be right."""
+    """The options cannot be met. One line says which option, which value, and what would be right."""
 
 
 class NothingLeft(UsageError):
@@ -47,8 +47,8 @@ class NothingLeft(UsageError):
 
 
 class RunEnds(RuntimeError):
-    """The run cannot go on, which all ranks know alike. Its text is the one line that the user sees; exit code 3: to
-    start the ranks again would end in the same way."""
+    """The run cannot go on, and all ranks know it. Its text is the one line that the user sees. Exit code 3,
+    because restarted ranks would fail in the same way."""
 
 
 def option(
@@ -59,8 +59,8 @@ def option(
     least: int | None = None,
     bare: str | None = None,
 ) -> Any:
-    """A field of Config. `fixed` options define what is being trained and may not change when a run is resumed. `bare`:
-    what it means without a value."""
+    """A field of Config. `fixed` options define what is trained and may not change when a run is resumed.
+    `bare` is the value of an option that is given without one."""
     about = {"help": help, "fixed": fixed, "choices": choices, "least": least, "bare": bare}
     return dataclasses.field(default=default, metadata=about)
 
@@ -230,7 +230,7 @@ class Config:
     timeout: float = option(300.0, "seconds after which a collective that waits for a stuck rank fails")
 
     def __post_init__(self) -> None:
-        if isinstance(self.tp_overlap, bool):  # in a checkpoint from before there was a choice
+        if isinstance(self.tp_overlap, bool):  # in checkpoints from when it was a flag
             object.__setattr__(self, "tp_overlap", "backward" if self.tp_overlap else "none")
 
     def check(self) -> None:
@@ -265,7 +265,7 @@ class Config:
             raise UsageError(f"--min-lr {self.min_lr:g} is more than --lr {self.lr:g}; use at most that")
 
     def check_heard(self, given: dict[str, Any], sizes: LlamaConfig) -> None:
-        """Raise UsageError for an option on the command line that nothing here would listen to."""
+        """Raise UsageError for an option on the command line that would have no effect."""
         no_experts = self.mixture(sizes) is None
         deaf = {
             ("lora_alpha",): (not self.lora_rank, "there are no adapters; add --lora-rank 8"),
@@ -344,7 +344,7 @@ class Config:
         return self.cp // all_to_all, all_to_all
 
     def check_layout(self, sizes: LlamaConfig, world_size: int) -> None:
-        """Raise UsageError unless the model and the batch can be cut as asked: the chapters' own checks."""
+        """Raise UsageError unless model and batch can be split as asked, by the chapters' own checks."""
         self.accumulation(self.dp(world_size))
         self.pipeline(world_size, sizes.layers)
         if self.zero == 3 and self.pp > 1:
@@ -365,7 +365,7 @@ class Config:
         except ValueError as error:
             raise UsageError(f"--tp {self.tp}: {error}") from None
         try:
-            if self.cp > 1:  # one rank has any number of tokens
+            if self.cp > 1:  # one rank may have any number of tokens
                 check_layout(LAYOUTS[self.cp_kind], self.seq_len, ring)
             if all_to_all > 1:
                 check_heads(sizes.heads // self.tp, all_to_all)
@@ -530,7 +530,7 @@ def flag(name: str) -> str:
 
 
 def fresh(given: dict[str, Any]) -> Config:
-    """The options of a new run, as far as they follow from one another."""
+    """The options of a new run, with the defaults that follow from other options."""
     config = Config(**given)
     more: dict[str, Any] = {}
     if "warmup" not in given and config.steps > 0:
@@ -545,7 +545,7 @@ def fresh(given: dict[str, Any]) -> Config:
 def settle(
     config: Config, given: dict[str, Any], parameters: int, world_size: int, bf16: bool | None
 ) -> tuple[Config, list[str]]:
-    """The same, as far as they follow from the model, the ranks and the device; and what the user should hear of that.
+    """The same with defaults that follow from the model, the ranks and the device; and messages for the user.
 
     `bf16`: whether the GPUs compute in it; None on a CPU.
     """
@@ -596,7 +596,7 @@ def tenth(rate: float) -> float:
 
 
 def precision_for(config: Config, given: dict[str, Any], bf16: bool) -> str:
-    """What a GPU computes in, unless the user says so. Some options cannot go with autocast or with scaled losses."""
+    """The default precision on a GPU. Some options cannot go with autocast or with scaled losses."""
     if bf16 and given.get("zero") != 0:
         return "bf16-master"
     if config.fpdt_chunks or (not bf16 and (config.tp_overlap != "none" or config.dispatch == "fixed")):
@@ -642,12 +642,12 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     group: Any = parser
     for field in dataclasses.fields(Config):
         about = field.metadata
-        said = not field.default or "default:" in about["help"]  # what 0 or nothing means stands in the help
+        said = not field.default or "default:" in about["help"]  # the help says what 0 or nothing means
         help = about["help"] if said else f"{about['help']} (default: {field.default})"
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
         if field.type is bool:
-            both = argparse.BooleanOptionalAction  # --no-...: a resumed run may do without
+            both = argparse.BooleanOptionalAction  # --no-...: a resumed run may turn it off
             group.add_argument(flag(field.name), action=both, default=argparse.SUPPRESS, help=about["help"])
         else:
             kind: Any = field.type
@@ -665,15 +665,15 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     return (from_file(parser, file) if file else {}) | found
 
 
-OF_ONE_RUN = ("out", "resume", "restart", "evaluate", "show_mesh")  # these in a config.json are not for another run
-OF_THE_MODEL = ("preset", "config", "init", *SIZES, "tied", "experts", "top_k")  # left alone they mean: as others say
+OF_ONE_RUN = ("out", "resume", "restart", "evaluate", "show_mesh")  # not taken from another run's config.json
+OF_THE_MODEL = ("preset", "config", "init", *SIZES, "tied", "experts", "top_k")  # by default, as others say
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
 
 def from_file(parser: argparse.ArgumentParser, name: str) -> dict[str, Any]:
     """The options in a file, checked as if they stood on the command line.
 
-    A run's config.json has all options, also those that nobody chose. Raises UsageError.
+    A run's config.json has all options, also those left at their defaults. Raises UsageError.
     """
     path, here, words = Path(name), f"--options {name}", []
     try:

@@ -1,7 +1,7 @@
 """The one place that puts the in_depth/ folders of the chapters on the import path.
 
-After `import paths`, `from gradient_reducers import BucketedReducer` imports the class that chapter 02 teaches. The
-trainer contains no technique of its own: what you read in a chapter is what runs here.
+After `import paths`, `from gradient_reducers import BucketedReducer` imports the class that chapter 02
+teaches. The trainer contains no technique of its own: what you read in a chapter is what runs here.
 """
 
 import sys

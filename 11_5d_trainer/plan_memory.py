@@ -1,37 +1,37 @@
-"""The planner's memory: what a rank holds and how high it climbs in one step, in bytes, before anything is run.
+"""The planner's memory: what a rank stores and its peak in one step, in bytes, before anything is run.
 
-Problem. Whether a layout fits is the first question, and the wrong answer costs a night in the queue. Every chapter has
-proved a formula for its own technique; a layout uses eight of them at once, and they meet in one number: the peak.
+Problem. Whether a layout fits is the first question, and a wrong answer costs a night in the queue. Every
+chapter has a formula for its technique; a layout uses eight at once, and all add to one number: the peak.
 
-Idea. Write down what lies in memory by how long it stays, and look at the few moments at which it can be most:
+Idea. Sort what is in memory by its lifetime, and evaluate the few moments at which it can be most:
 
     stays for the run    weights, gradients, optimizer states: to the byte, with every bucket's padding
-    stays for a step     tokens and labels; messages of the pipeline that nobody waits for
+    stays for a step     tokens and labels; pipeline messages that are not waited for
     stays from F to BW   activations, times the micro-batches in flight, which the schedule decides (chapter 06)
-    comes and goes       what an operator needs while it runs
+    temporary            what an operator needs while it runs
 
          |            __a__                a   the loss: all activations, and two more copies of the logits
          |         __/ b   \\__             b   backward of the last block: all but the logits, the MLP's gradients
-         |      __/           \\c_          c   the end of backward: hardly an activation, but all gradients
+         |      __/           \\c_          c   the end of backward: few activations, but all gradients
          |_____/                 \\___d     d   the update
          | weights, states, gradients      time ->
 
 Formulas, on T = B S / c tokens of a rank, T' = T / t with sequence parallel and T without, e bytes per element:
-    one block, nothing recomputed (chapter 01, cut by chapter 04: kept_bytes there; one of everything cut has 1/t)
+    one block, nothing recomputed (chapter 01, sharded by chapter 04: kept_bytes there; a shard is 1/t)
         norms 2 T' (H w + 2 H e + w)    q, k, v, out  T (2 H + 2 H_kv) e / t    lse  T N w / t    MLP  4 T F e / t
-    Ulysses    out once more, in the order of heads; K/V heads copied where there are fewer than ranks
-    ring       as above: blocks of others are fetched again. Full recomputation: T' H e
+    Ulysses    out again, split by heads; K/V heads copied where there are fewer than ranks
+    ring       as above: blocks of other ranks are sent again. Full recomputation: T' H e
     experts    n = K T rows:  n (4 H + 4 F) e, and the router's T (E w + ...)
     around     last norm, logits: T V w / t + ...
 
-`held`, `activations` and `peak` give each a dictionary, so that the largest contributor has a name. What this file
-says is held against the meter of the tests in test_plan_memory.py, the first three to the byte; the trainer's
-metrics.py counts the buckets of a model that is built, where `held` has none, and test_metrics.py holds the two equal.
+`held`, `activations` and `peak` each return a dictionary, so that the largest contributor has a name.
+test_plan_memory.py checks them against the meter of the tests, the first three to the byte. The trainer's
+metrics.py counts the buckets of a built model, where `held` has none; test_metrics.py checks both are equal.
 
     python 11_5d_trainer/planner/plan.py --explain "--tp 2 --zero 1" --model tiny      prints it, line by line
 
-Symbols: B micro-batch, S sequence, H hidden, N heads, F intermediate, V vocabulary, E experts, K of them per token;
-t tensor, c context, p pipeline ranks; w = max(e, 4) bytes, in which statistics and the loss are taken.
+Symbols: B micro-batch, S sequence, H hidden, N heads, F intermediate, V vocabulary, E experts, K of them per
+token; t tensor, c context, p pipeline ranks; w = max(e, 4) bytes per element of statistics and the loss.
 """
 
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """Who shares what, and how a step is cut up. The fields are the trainer's options, resolved."""
+    """How the model and a step are split. The fields are the trainer's options, resolved."""
 
     dp: int = 1
     tp: int = 1
@@ -77,12 +77,12 @@ class Layout:
     fpdt_chunks: int = 0
     bucket_bytes: int = 25 * 2**20
     reduce_dtype: str = "weights"
-    kernels: str = "torch"  # or "triton": chapter 09's fused ones, which keep less
-    tp_overlap: str = "none"  # bytes sent alone know of it (check_planned)
+    kernels: str = "torch"  # or "triton": chapter 09's fused kernels, which save less
+    tp_overlap: str = "none"  # used only for bytes sent (check_planned)
 
     @classmethod
     def of(cls, config: Config, sizes: LlamaConfig, world_size: int) -> "Layout":
-        """What the trainer would do with these options on so many ranks. Raises UsageError if it would refuse."""
+        """The trainer's layout with these options and ranks. Raises UsageError as the trainer would."""
         config.check()
         config.check_layout(sizes, world_size)
         ring, all_to_all = config.ring_and_ulysses(sizes)
@@ -112,17 +112,17 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Ranks that hold the same weights: gradients are summed over them, and ZeRO cuts over them."""
+        """Ranks that hold the same weights: gradients are summed over them, and ZeRO shards over them."""
         return self.dp * self.cp * (2 if self.mirrored else 1)
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on one rank, T."""
+        """Tokens of one micro-batch on one rank, T."""
         return self.micro_batch * self.seq_len // self.cp
 
     @property
     def outer_tokens(self) -> int:
-        """Of those, the ones a rank keeps between the parallel regions, T'."""
+        """Tokens that a rank holds between the parallel regions, T'."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     @property
@@ -138,7 +138,7 @@ class Layout:
         return "ulysses" if self.ring == 1 else "usp"
 
     def options(self) -> str:
-        """The same as options of train.py."""
+        """This layout as options of train.py."""
         words = [f"--micro-batch {self.micro_batch} --global-batch {self.global_batch}"]
         if self.tp > 1:
             words.append(f"--tp {self.tp}")
@@ -164,7 +164,7 @@ class Layout:
 
 
 def kernels_of(config: Config) -> str:
-    """What `--kernels auto` is on the device of these options; where none is named, a GPU."""
+    """What `--kernels auto` means on the device of these options; without one, a GPU."""
     if config.kernels != "auto":
         return config.kernels
     return "torch" if config.device == "cpu" else "triton"
@@ -173,7 +173,7 @@ def kernels_of(config: Config) -> str:
 def check_planned(config: Config, sizes: LlamaConfig, world_size: int) -> None:
     """Raise UsageError for options of the trainer whose bytes or seconds the planner's formulas do not have.
 
-    To leave them out without a word would be to plan another run.
+    Ignoring them silently would plan another run.
     """
     schedule = config.pipeline(world_size, sizes.layers)
     split = schedule is not None and any(action.kind == W for actions in schedule.actions for action in actions)
@@ -218,7 +218,7 @@ SAME += ("recompute", "precision", "fpdt_chunks", "tp_overlap")
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element of the weights (and their gradients), of activations, of the optimizer's copies."""
+    """Bytes per element of the weights (and their gradients), of activations, of the optimizer's copies."""
 
     weight: int
     activation: int
@@ -238,12 +238,12 @@ def widths(precision: str) -> Widths:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as one rank holds it. `layer` is -1 before the layers, and L behind them."""
+    """A parameter as one rank holds it. `layer` is -1 before the layers, and L after them."""
 
     numel: int
     layer: int
     expert: bool = False
-    slots: int = 0  # elements of the all-reduce that makes its gradient whole over the tensor ranks; 0: it is whole
+    slots: int = 0  # elements of the all-reduce of its partial gradient over tensor ranks; 0: none
 
 
 def stage_layers(layout: Layout, layers: int, rank: int) -> list[range]:
@@ -266,7 +266,7 @@ def schedule_of(layout: Layout) -> Schedule:
 
 @lru_cache(maxsize=64)
 def programs_of(name: str, pp: int, micro_batches: int, stages_per_rank: int) -> list[list[Any]]:
-    """Of every rank of a schedule: actions, and messages between them (chapter 06)."""
+    """For every rank of a schedule: actions, and messages between them (chapter 06)."""
     return [list(items) for items in programs(built(name, pp, micro_batches, stages_per_rank))]
 
 
@@ -275,9 +275,9 @@ def program_of(layout: Layout, rank: int) -> list[Any]:
 
 
 def block_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layer: int) -> list[Weight]:
-    """Of one block, in the order in which the module registers them."""
+    """The weights of one block, in the order in which the module registers them."""
     c, t, split = model, layout.tp, layout.sequence_parallel
-    pieces = min(c.kv_heads, t)  # of K and V; fewer than ranks: some hold the same
+    pieces = min(c.kv_heads, t)  # of K and V; if fewer than ranks, some hold the same
     kv = c.kv_heads * c.head_dim // pieces
     norm = Weight(c.hidden, layer, slots=c.hidden if split else 0)
     query = Weight(c.attention_width * c.hidden // t, layer)
@@ -286,11 +286,11 @@ def block_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, lay
     if c.qkv_bias:
         kv_bias = Weight(kv, layer, slots=pieces * kv if pieces < t else 0)
         attention = [query, Weight(c.attention_width // t, layer), shared_kv, kv_bias, shared_kv, kv_bias, query]
-    if c.qk_norm:  # each tensor rank has other heads
+    if c.qk_norm:  # each tensor rank has different heads
         attention += [Weight(c.head_dim, layer, slots=c.head_dim if t > 1 else 0)] * 2
     if moe is None:
         feed_forward = [Weight(c.hidden * c.intermediate // t, layer)] * 3
-    else:  # tensor ranks do not cut experts: they hold the same ones
+    else:  # tensor ranks do not shard experts: all hold the same
         router, matrix = moe.experts * c.hidden, moe.experts // layout.ep * moe.intermediate * c.hidden
         feed_forward = [Weight(router, layer, slots=router if split else 0)]
         feed_forward += [Weight(matrix, layer, layout.ep > 1, slots=matrix if split else 0)] * 3
@@ -315,7 +315,7 @@ def weights_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The parameters of one owner of gradients: how many ranks share them, at which ZeRO stage, in which portions."""
+    """The parameters of one owner of gradients: how many ranks share them, ZeRO stage, bucket sizes."""
 
     ranks: int
     stage: int
@@ -324,7 +324,7 @@ class Buckets:
 
     @property
     def shards(self) -> list[int]:
-        return [-(-numel // self.ranks) for numel in self.numels]  # rounded up: the last may end in padding
+        return [-(-numel // self.ranks) for numel in self.numels]  # rounded up: the last may have padding
 
     @property
     def padded(self) -> int:
@@ -332,7 +332,7 @@ class Buckets:
 
 
 def owners(weights: list[Weight], layout: Layout, element: int) -> list[Buckets]:
-    """As the trainer makes them (gradients.py): dense parameters, and experts, which fewer ranks hold alike."""
+    """As the trainer makes them (gradients.py): dense parameters, and experts, in smaller groups."""
     found = []
     for experts, ranks in ((False, layout.data), (True, layout.data // layout.ep)):
         mine = [weight for weight in weights if weight.expert == experts]
@@ -344,7 +344,7 @@ def owners(weights: list[Weight], layout: Layout, element: int) -> list[Buckets]
 
 
 def size_buckets(weights: list[Weight], least: int, element: int) -> list[int]:
-    """Filled in reverse order of registration until a bucket has at least `least` bytes (chapters 02 and 03)."""
+    """Filled in reverse order of registration, each bucket to at least `least` bytes (chapters 02 and 03)."""
     # --- exercise 11.21: how many elements does each bucket have? ---
     full, filling = [], 0
     for weight in reversed(weights):
@@ -359,7 +359,7 @@ def size_buckets(weights: list[Weight], least: int, element: int) -> list[int]:
 
 
 def unit_buckets(weights: list[Weight]) -> list[int]:
-    """One for each layer, and one for what is in no layer: the root, first (chapter 03, stage 3)."""
+    """One bucket per layer, and first the root, for what is in no layer (chapter 03, stage 3)."""
     last = max(weight.layer for weight in weights)
     outside = sum(weight.numel for weight in weights if weight.layer in (-1, last))
     by_layer = [sum(w.numel for w in weights if w.layer == layer) for layer in range(last)]
@@ -369,7 +369,7 @@ def unit_buckets(weights: list[Weight]) -> list[int]:
 def held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 0) -> Bytes:
     """Bytes of weights, gradients and optimizer states that pipeline rank `rank` holds between two steps. Exact.
 
-    Adam's step counters, one number for each tensor, are left out.
+    Adam's step counters, one value per tensor, are left out.
     """
     width = widths(layout.precision)
     total = {"weights": 0, "gradients": 0, "optimizer states": 0}
@@ -388,7 +388,7 @@ def held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
 
 
 def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, recompute: str = "") -> int:
-    """Bytes that one block keeps of one micro-batch from forward to backward."""
+    """Bytes that one block saves for backward, of one micro-batch."""
     c, t, e = model, layout.tp, widths(layout.precision).activation
     w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
     mode = recompute or layout.recompute
@@ -396,41 +396,41 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
     if mode == "full":
         return outer * c.hidden * e + (tape_bytes(moe, outer) if moe else 0)
     fused = layout.kernels == "triton"
-    norm = 2 * c.hidden * e if fused else c.hidden * w + 2 * c.hidden * e  # eager: what is squared is copied in fp32
+    norm = 2 * c.hidden * e if fused else c.hidden * w + 2 * c.hidden * e  # eager: an fp32 copy is squared
     norms = 2 * outer * (norm + w)
     kv_heads = c.kv_heads // min(c.kv_heads, t)  # of this rank
     q, kv = T * c.attention_width // t * e, T * kv_heads * c.head_dim * e
     core = q + 2 * kv + q  # q, k, v; and out, which o_proj multiplies
-    if c.qk_norm:  # what they normalise, and 1/rms of each head
+    if c.qk_norm:  # their inputs, and 1/rms of each head
         core += (q + kv) * (e if fused else w + e) // e + T * (c.heads // t + kv_heads) * w
     if mode == "none":
         core += T * c.heads // t * w  # log-sum-exp
-        if layout.ulysses > 1:  # q, k, v are kept by heads only; out is kept in both orders
+        if layout.ulysses > 1:  # q, k, v are saved by heads only; out by heads and by tokens
             most = max(map(len, kv_heads_by_rank(model, layout)))  # [B, S, most, D], before: [B, S/U, N_kv, D]
             core += q + 2 * T * (layout.ulysses * most - kv_heads) * c.head_dim * e
     feed_forward = (3 if fused else 4) * T * c.intermediate // t * e  # gate, up, their product; silu(gate)
     # --- end exercise ---
-    if layout.precision in AUTOCAST:  # the residual stream is in fp32: so is what enters and leaves a norm
+    if layout.precision in AUTOCAST:  # the residual stream is in fp32, and so are a norm's input and output
         norms += 2 * outer * c.hidden * (2 * w - e)
     return norms + core + (feed_forward if moe is None else expert_activations(model, moe, layout))
 
 
 def kv_heads_by_rank(model: LlamaConfig, layout: Layout) -> list[list[int]]:
-    """Of the K/V heads of a tensor rank, those that each rank of Ulysses needs (chapter 05)."""
+    """The K/V heads of a tensor rank that each Ulysses rank needs (chapter 05)."""
     heads, kv_heads, U = model.heads // layout.tp, max(model.kv_heads // layout.tp, 1), layout.ulysses
     return [kv_heads_of(rank, U, heads, kv_heads) for rank in range(U)]
 
 
 def ring_heads(model: LlamaConfig, layout: Layout) -> list[int]:
-    """How many K/V heads each rank of Ulysses hands on in a ring: one for each query head, where those that it needs
-    serve unequally many, since they are repeated before (chapter 05)."""
+    """How many K/V heads each Ulysses rank sends around a ring. If the heads that it needs serve unequal
+    numbers of query heads, it is one for each query head, since they are repeated first (chapter 05)."""
     N, kv, U = model.heads // layout.tp, max(model.kv_heads // layout.tp, 1), layout.ulysses
     needed = kv_heads_by_rank(model, layout)
     return [N // U if repeated_kv_heads(rank, U, N, kv) else len(needed[rank]) for rank in range(U)]
 
 
 def expert_activations(model: LlamaConfig, moe: MoEConfig, layout: Layout) -> int:
-    """Of a mixture of experts in place of the MLP, with an even load on all ranks."""
+    """Bytes of a mixture of experts in place of the MLP, with an even load on all ranks."""
     e = widths(layout.precision).activation
     w, T, H, K, E = max(e, 4), layout.outer_tokens, model.hidden, moe.top_k, moe.experts
     rows = K * T
@@ -440,7 +440,7 @@ def expert_activations(model: LlamaConfig, moe: MoEConfig, layout: Layout) -> in
 
 
 def tape_bytes(moe: MoEConfig, tokens: int) -> int:
-    """What a recomputation must know of the first run: who goes where, three times int64, and counts (chapter 07)."""
+    """What recomputation needs from forward: the routing, three times int64, and counts (chapter 07)."""
     return 3 * moe.top_k * tokens * 8 + moe.experts * 8 + 8
 
 
@@ -449,34 +449,34 @@ def loss_in_chunks(layout: Layout) -> bool:
     return layout.kernels == "triton" and layout.tp == layout.pp == 1 and layout.precision != "fp16"
 
 
-# Of chapter 09's fused_loss.py, which cannot be asked where there is no Triton. From torch 2.12 on a product in bf16
-# adds itself to a sum in fp32.
+# Constants of chapter 09's fused_loss.py, which cannot be imported without Triton. From torch 2.12 on a bf16
+# matmul can accumulate into fp32.
 ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 CHUNK_BYTES, SLICE_BYTES = 2**30 if ADDS_WIDE else 2**31, 2**28
 
 
 def chunk_of(tokens: int, vocab: int, element: int) -> int:
-    """Tokens whose logits that function holds at once."""
+    """Tokens whose logits the fused loss holds at once."""
     most = max(128, CHUNK_BYTES // (vocab * element) // 128 * 128)
     chunks = max(1, -(-tokens // most))
     return min(tokens, max(128, -(-tokens // (chunks * 128)) * 128))
 
 
 def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes:
-    """Bytes kept outside of the blocks: RoPE's tables, and at the end of the model the last norm and the loss."""
+    """Bytes saved outside of the blocks: RoPE's tables, and in the last stage the last norm and the loss."""
     c, t, e = model, layout.tp, widths(layout.precision).activation
     w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
     kept = {"RoPE tables": layout.seq_len // layout.cp * c.head_dim * 4}
     if first and t > 1:
-        kept["embedding"] = T * (8 + 1)  # which row, and whether it is here
+        kept["embedding"] = T * (8 + 1)  # row index, and whether it is local
     if last:
         fused = layout.kernels == "triton"
         kept["last norm"] = outer * ((2 * c.hidden * e if fused else c.hidden * w + 2 * c.hidden * e) + w)
         words = T * -(-c.vocab_size // t)
-        if loss_in_chunks(layout):  # both gradients are there before backward begins; the norm's output is in no one's
+        if loss_in_chunks(layout):  # forward makes both gradients; the norm's output is not saved
             kept["last norm"] = outer * (c.hidden * e + w)
             kept["log-probabilities"] = T * c.hidden * e + c.vocab_size * c.hidden * w
-        elif fused and t == 1:  # the logits as they came, and two numbers for each token
+        elif fused and t == 1:  # the logits as computed, and two values per token
             kept["log-probabilities"] = words * e + 2 * T * w
         else:
             kept["log-probabilities"] = words * w + (T * (8 + 1) if t > 1 else w)
@@ -486,7 +486,7 @@ def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes
 
 
 def activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range, recompute: str = "") -> Bytes:
-    """Bytes that a stage with these layers keeps of one micro-batch. Tokens and labels are the batch's, not its own."""
+    """Bytes that a stage with these layers saves, of one micro-batch. Tokens and labels are not counted."""
     first, last = layers.start == 0, layers.stop == model.layers
     kept = {"blocks": len(layers) * block_activations(model, moe, layout, recompute)}
     return kept | around(model, layout, first, last)
@@ -503,21 +503,21 @@ def fpdt_sizes(model: LlamaConfig, layout: Layout) -> Sizes:
 
 
 def fpdt_host(model: LlamaConfig, layout: Layout) -> int:
-    """Bytes of host memory at most, on one rank: the input of every layer, and the rest of one (chapter 08)."""
+    """Peak bytes of host memory on one rank: the input of every layer, and the rest of one (chapter 08)."""
     return layout.micro_batch * model_host_peak(fpdt_sizes(model, layout), model.hidden, model.layers, "input")
 
 
 def fpdt_working_set(model: LlamaConfig, layout: Layout) -> dict[str, Bytes]:
-    """What is on the device besides weights and their kin, by moment: all of it chapter 08's formulas.
+    """What is on the device besides weights, gradients and states, by moment, all by chapter 08's formulas.
 
-    Of a whole sequence of a rank lie there only what enters and what leaves: a block, its backward, the loss.
+    Of a rank's full sequence only the inputs and outputs are there: of a block, its backward, the loss.
     """
     c, e, z = model, widths(layout.precision).activation, fpdt_sizes(model, layout)
     T, w, u = layout.tokens, max(e, 4), layout.fpdt_chunks
     stream, chunk = T * c.hidden * e, T // u * c.hidden * e
     block = sum(weight.numel for weight in block_weights(model, None, layout, 0))
     attention = layout.micro_batch * attention_peak(z, "backward") + chunk
-    # Around the MLP's piece: x in two slots, h, q, the output by tokens and by heads, its gradient; k, v three times.
+    # Besides the MLP: x in two buffers, h, q, output by tokens and by heads, its gradient; k, v three times.
     beside = 7 * chunk + layout.micro_batch * 6 * z.letters()[1]
     backward = max(attention, feed_forward_peak(T // u // 2, c.hidden, c.intermediate, e, "backward") + beside)
     head = loss_peak(T // u, T, c.hidden, c.vocab_size, e)
@@ -532,7 +532,7 @@ def fpdt_working_set(model: LlamaConfig, layout: Layout) -> dict[str, Bytes]:
 
 
 def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> Bytes:
-    """What comes and goes while one stage computes: at the loss, and in the backward of a block."""
+    """Temporary memory while one stage computes: at the loss, and in the backward of a block."""
     c, t, e = model, layout.tp, widths(layout.precision).activation
     w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
     logits = T * -(-c.vocab_size // t)
@@ -543,41 +543,41 @@ def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> By
     loss = logits * w * (2 if t == 1 else 1) + (logits * e if w != e else 0)
     fused = layout.kernels == "triton"
     if fused and t == 1:
-        loss = logits * e  # their gradient
+        loss = logits * e  # the logits' gradient
     if loss_in_chunks(layout):  # forward: the norm's output, and a chunk of logits; backward: both gradients, rounded
         matrix = c.vocab_size * c.hidden
-        added = min(matrix * w, SLICE_BYTES) if e == w or not ADDS_WIDE else 0  # a product before it is added
+        added = min(matrix * w, SLICE_BYTES) if e == w or not ADDS_WIDE else 0  # a matmul before it is added
         chunk = chunk_of(T, c.vocab_size, e) * c.vocab_size * e
         loss = max(stream + 3 * T * w + chunk + added, stream + matrix * e)
-    if layout.sequence_parallel:  # what enters a product is gathered again; its gradient, and that in pieces to send
+    if layout.sequence_parallel:  # the input is gathered again; its gradient, and that in chunks to send
         loss = max(loss, 3 * T * c.hidden * e + -(-c.vocab_size // t) * c.hidden * e + stream)
         block += T * c.hidden * e
-    if layout.recompute == "full":  # one block is there again, whole
+    if layout.recompute == "full":  # one block is recomputed completely
         block += block_activations(model, moe, layout, "none") - outer * c.hidden * (e if fused else w)
-        if moe is not None:  # highest one product later: the rows that go home, and one of the wide ones, are gone
+        if moe is not None:  # highest one matmul later: combined rows and one wide tensor are freed
             block -= wide + rows * c.hidden * e - stream
-    # B ends in the attention of the first block, when all that W will need is there.
+    # B ends in the attention of the first block, when all that W needs is saved.
     kv = c.kv_heads // min(c.kv_heads, t) * c.head_dim
     ring = 0
-    if layout.ring > 1:  # sums in fp32, and what is being sent
+    if layout.ring > 1:  # sums in fp32, and buffers in flight
         ring = T * (2 * c.attention_width // t + 8 * kv) * 4 + 2 * T * kv * e
     whole = 2 * T * c.hidden * e if layout.sequence_parallel else 0
     return {"loss": loss, "block": block, "B": stream + T * c.attention_width // t * e + ring, "W": whole}
 
 
 def kept_for_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range) -> int:
-    """Bytes of gradients that a stage keeps from B to W: of the result of every product, and of the norms'."""
+    """Bytes of gradients that a stage saves from B to W: of the output of every matmul and every norm."""
     c, t, e = model, layout.tp, widths(layout.precision).activation
     T, stream = layout.tokens, layout.outer_tokens * c.hidden * e
     kv = c.kv_heads // min(c.kv_heads, t) * c.head_dim
-    whole = T * c.hidden * e  # behind a row-parallel product its gradient is gathered again
+    whole = T * c.hidden * e  # after a row-parallel matmul its gradient is gathered again
     if moe is None:
         feed_forward = whole + T * 2 * c.intermediate // t * e
-    else:  # every row that a token sends to an expert; the router's logits
+    else:  # every row that goes to an expert; the router's logits
         rows = moe.top_k * layout.outer_tokens
         feed_forward = rows * (c.hidden + 2 * moe.intermediate) * e
     block = 2 * stream + whole + T * (c.attention_width // t + 2 * kv) * e + feed_forward
-    if layout.recompute == "full" and moe is None:  # B has run the block again, and W goes on from there
+    if layout.recompute == "full" and moe is None:  # B has recomputed the block, and W continues
         block += block_activations(c, moe, layout, "none") - layout.outer_tokens * c.hidden * e
     ends = stream * (layers.start == 0)
     if layers.stop == c.layers:
@@ -586,13 +586,13 @@ def kept_for_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, 
 
 
 def behind_experts(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> int:
-    """Bytes that a block keeps behind its last product: rows of experts, on their way home, and home."""
+    """Bytes that a block saves after its last matmul: rows of experts, during and after the combine."""
     e = widths(layout.precision).activation
     return 3 * moe.top_k * layout.outer_tokens * model.hidden * e if moe else 0
 
 
 def gone_after_b(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range) -> Bytes:
-    """Bytes of a stage's activations that B alone needs: those behind its last product. W has no use for them."""
+    """Bytes of a stage's activations that only B needs: those after its last matmul. W does not use them."""
     if layers.stop == model.layers:
         what = "log-probabilities"
         return {what: around(model, layout, False, True)[what]}
@@ -602,7 +602,7 @@ def gone_after_b(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, laye
 def passing_weights(
     model: LlamaConfig, moe: MoEConfig | None, layout: Layout, weights: list[Weight]
 ) -> dict[str, Bytes]:
-    """Weights and gradients that are whole for a while, by moment: at the loss, in a block, at the end of backward."""
+    """Weights and gradients that are full for a while, by moment: the loss, a block, the end of backward."""
     width = widths(layout.precision).weight
     moments: dict[str, Bytes] = {"loss": {}, "block": {}, "end": {}}
 
@@ -612,10 +612,10 @@ def passing_weights(
     for owner in owners(weights, layout, width):
         every, largest = sum(owner.numels), max(owner.numels)
         if owner.stage == 0 and layout.pp > 1:
-            for moment in moments:  # until the last micro-batch, gradients are not yet in their buckets
+            for moment in moments:  # before the last micro-batch, gradients are not in buckets
                 add(moment, "gradients outside their buckets", every)
         if owner.stage == 1 and owner.ranks > 1:
-            add("end", "bucket under way", largest)  # new weights of all ranks, before they are where they belong
+            add("end", "bucket under way", largest)  # all ranks' new weights, before they are copied
         if owner.stage == 2:
             if layout.recompute == "full" and layout.pp == 1:  # the first block is as high as the last one
                 one = sum(weight.numel for weight in weights if weight.layer == 0 and weight.expert == owner.expert)
@@ -642,10 +642,10 @@ def passing_weights(
 
 
 def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 0) -> Bytes:
-    """The most bytes that pipeline rank `rank` has at once in a step, by what they are for. The sum is the peak."""
+    """The most bytes that pipeline rank `rank` has at once in a step, by purpose. The sum is the peak."""
     weights = weights_of(model, moe, layout, rank)
     stays = held(model, moe, layout, rank)
-    if layout.precision in AUTOCAST:  # what products multiply by, until backward
+    if layout.precision in AUTOCAST:  # operands of matmuls, until backward
         stays["weights in 16 bits"] = 2 * sum(weight.numel for weight in weights)
     stays["tokens and labels"] = layout.micro_batches * 2 * layout.tokens * 8
     passing = passing_weights(model, moe, layout, weights)
@@ -658,7 +658,7 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
     found = []
     for kept, messages, moment, ends, late in climbs(model, moe, layout, rank):
         now = dict(kept)
-        if moment == "block" and ends:  # the loss is through
+        if moment == "block" and ends:  # the loss is done
             for what in ("log-probabilities", "last norm"):
                 now[what] -= around(model, layout, False, True)[what]
         now["working set"] = work[moment] if moment != "end" else 0
@@ -674,21 +674,21 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
 
 
 def full_places(model: LlamaConfig, layout: Layout) -> list[int]:
-    """Pipeline ranks of which one has most: the first and the last, the second, which has messages on both sides, and
-    the first and last of those with most layers. Where layers do not divide, the stages in the middle have one more."""
+    """Pipeline ranks one of which has the peak: the first, the last, the second, with messages on both sides,
+    and the first and last with most layers. Where layers do not divide, the middle stages have one more."""
     layers = [sum(map(len, stage_layers(layout, model.layers, rank))) for rank in range(layout.pp)]
     most = [rank for rank, count in enumerate(layers) if count == max(layers)]
     return sorted({0, min(1, layout.pp - 1), layout.pp - 1, most[0], most[-1]})
 
 
-MOMENT = {"B": "block", "W": "block"}  # which weights are whole at the end of B, and in W
-# Activations, bytes in messages, "loss", "block", "B" or "W", is the loss through?, share of the gradients there is
+MOMENT = {"B": "block", "W": "block"}  # which weights are full at the end of B, and in W
+# Activations, bytes of messages, "loss", "block", "B" or "W", is the loss done?, fraction of gradients made
 Climb = tuple[Bytes, int, str, bool, float]
 
 
 def steady(layout: Layout) -> Layout:
-    """With so few micro-batches that memory is as high as ever: rounds of p of them are alike, but for the first and
-    the last few. Where every forward comes before a backward, each micro-batch counts."""
+    """The same with as few micro-batches as have the same peak: rounds of p micro-batches are alike, except
+    the first and the last few. If all forwards come before the backwards, each micro-batch counts."""
     if layout.schedule in ("afab", "breadth-first", "naive"):
         return layout
     rounds = layout.micro_batches // layout.pp
@@ -720,7 +720,7 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
         return sum(numel for layer, numel in numels if min(max(layer, 0), last_layer) in layers) * width
 
     def first_of(layers: range) -> int:
-        """The output layer's; and the embedding's, where the blocks in between are run again and have a W each."""
+        """The output layer's; also the embedding's, where blocks are recomputed and have a W each."""
         ends = set()
         if last_layer in layers:
             ends.add(model.layers)
@@ -730,7 +730,7 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
 
     for item in program_of(layout, rank):
         if not isinstance(item, Action):
-            if item.source == rank:  # kept until it has left, or is so old that it has
+            if item.source == rank:  # kept until it is sent, or old enough to be
                 sent[item.destination] = min(sent.get(item.destination, 0) + 1, 2 * layout.pp)
             continue
         mine, layers = sizes[item.stage], layers_of(item.stage, schedule.stages, model.layers)
@@ -746,7 +746,7 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
         if item.kind in (B, W):
             sign, gone = (1 if item.kind == B else -1), gone_after_b(model, moe, layout, layers)
             for_weights = sign * kept_for_weights(model, moe, layout, layers)
-            if item.kind == W:  # at its start: of the first of all weights, with everything still there
+            if item.kind == W:  # at its start: the first weights' gradients, with nothing freed
                 found.append((here | {"gradients not yet added": first_of(layers)}, in_flight, "W", False, late))
             here["gradients for W"] = here.get("gradients for W", 0) + for_weights
             if item.kind == B:  # at its end
@@ -754,7 +754,7 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
             here |= {what: here[what] - sign * size for what, size in gone.items()}
         if item.kind in (BW, W):
             here = {what: here[what] - mine.get(what, 0) for what in here}
-        if item.kind == W:  # the gradients of a stage's weights are made, and then all are added at once
+        if item.kind == W:  # a stage's weight gradients are computed, then all added at once
             found.append((here | {"gradients not yet added": fresh_of(layers)}, in_flight, "W", False, late))
         if item.kind in (BW, W):
             done |= set(layers)

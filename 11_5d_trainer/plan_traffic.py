@@ -1,29 +1,29 @@
-"""The planner's traffic: the bytes that a rank puts on the wire in one step, by what they are for. Exact.
+"""The planner's traffic: the bytes that a rank sends in one step, by purpose. Exact.
 
-Problem. How long a collective takes depends on three things: its bytes, its group, and what it can hide behind. The
-bytes and the group do not depend on the machine at all, so they can be proved before any speed is guessed.
+Problem. How long a collective takes depends on its bytes, its group, and what it can overlap with. The bytes
+and the group do not depend on the machine at all, so they can be verified before any speed is estimated.
 
-Idea. A list of `Flow`s: a collective, the axis whose group runs it, its payload, how often per step. From it come
+Idea. A list of `Flow`s: a collective, the axis whose group runs it, its payload, how often per step. It gives
 
-    bytes on the wire, by collective    ring algorithms, as the meter counts them: test_plan.py, to the byte
+    bytes sent, by collective           ring algorithms, as the meter counts them: test_plan.py, to the byte
     seconds                             plan_time.py, which knows where on the cluster the group lies
 
                          once a step                             each micro-batch, each layer
     data (02, 03)        all-reduce G | reduce-scatter, gather   stage 3: gather weights twice, reduce-scatter
-    tensor (04)          shares of norm weights                  4 all-reduces of T H | 10 halves of them
+    tensor (04)          partial norm gradients                  4 all-reduces of T H | 10 halves of them
     context (05)         -                                       K/V around the ring, 8 all-to-alls
     pipeline (06)        a tied embedding                        one message to each neighbouring stage, F and B
     expert (07)          counts of all layers                    rows to their experts and back, four times
-    everyone             three numbers: valid tokens, loss, norm of the gradient
+    everyone             three scalars: valid tokens, loss, norm of the gradient
 
-The trainer's meter (metrics.py) prints these, but for what a built model decides: buckets, heads of one rank, rows.
+The trainer's meter (metrics.py) prints these, except what a model decides: buckets, a rank's heads, rows.
 
-Sources of the counts: the docstrings of the chapters' scripts. What recomputation sends again is what lies before the
-last tensor that backward needs: the all-reduce behind an MLP does not run twice, the one behind attention does. In a
-pipeline a dense block runs again to its very end: there `tp` is short by the sum behind the MLP.
+Sources of the counts: the docstrings of the chapters' scripts. Recomputation repeats what comes before the
+last tensor that backward needs: the all-reduce after attention runs twice, the one after the MLP does not. In
+a pipeline a dense block is recomputed to its end, so there `tp` lacks the all-reduce after the MLP.
 
-Only the rows of experts are an expectation (an even load); all other numbers do not depend on the data. If neither of
-the K/V heads and the ranks of Ulysses divides the other, ranks send different numbers of heads, and theirs are means.
+Only the rows of experts are an expectation (an even load); no other value depends on the data. If neither of
+K/V heads and Ulysses ranks divides the other, ranks send different numbers of heads, and means are given.
 
 Symbols as in plan_memory.py.
 """
@@ -54,8 +54,8 @@ SCALAR = 8  # bytes: the trainer sends counts as int64 and sums of losses as flo
 
 @dataclass(frozen=True)
 class Flow:
-    """One kind of message. `axis`: the group, as mesh.py calls it. `payload`: bytes of the whole tensor, or of one
-    message for `send`."""
+    """One kind of message. `axis`: the group, as mesh.py calls it. `payload`: bytes of the full tensor, or of
+    one message for `send`."""
 
     collective: str
     axis: str
@@ -85,7 +85,7 @@ def flows(
 ) -> list[Flow]:
     """All messages of one step of a rank on pipeline place `rank`.
 
-    p2p_reduce   ZeRO's reduce-scatter is made of sends, as the trainer does on gloo
+    p2p_reduce   ZeRO's reduce-scatter is made of sends, as the trainer does on Gloo
     """
     found = everyone(layout)
     found += of_gradients(model, moe, layout, rank, p2p_reduce)
@@ -118,10 +118,10 @@ def everyone(layout: Layout) -> list[Flow]:
 
 
 def of_gradients(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int, p2p_reduce: bool) -> list[Flow]:
-    """Data parallel and ZeRO, and the gradients of which tensor ranks have shares."""
+    """Data parallel and ZeRO, and the partial gradients of tensor ranks."""
     e = widths(layout.precision).weight
     weights, found = weights_of(model, moe, layout, rank), []
-    backwards = 1 if layout.pp > 1 else layout.micro_batches  # that reduce, at stages 2 and 3
+    backwards = 1 if layout.pp > 1 else layout.micro_batches  # backwards that reduce, at stages 2 and 3
     for owner in owners(weights, layout, e):
         N, axis = owner.ranks, "experts" if owner.expert else "data"
         if owner.stage == 0:
@@ -138,7 +138,7 @@ def of_gradients(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank
             continue
         root, *units = owner.shards
         # --- exercise 11.25: how often does stage 3 gather what, in a step of several micro-batches? ---
-        gathered = root + 2 * sum(units) - units[-1]  # root and last layer stay from forward to backward
+        gathered = root + 2 * sum(units) - units[-1]  # root and last layer stay until backward
         found.append(Flow("all_gather", "data", gathered * N * e, N, backwards, "weights"))
         # --- end exercise ---
     shares = sum(weight.slots for weight in weights)
@@ -153,9 +153,9 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
     e, w, T = width.activation, max(width.activation, 4), layout.tokens
     n, calls = T * c.hidden * e, layers * times
     again, found = layout.recompute == "full", []
-    halves = 2 if moe is None else 1  # attention and MLP; a mixture of experts is not cut by tensor ranks
+    halves = 2 if moe is None else 1  # attention and MLP; tensor ranks do not shard a mixture of experts
     if layout.sequence_parallel:
-        # Forward g and g*; backward their opposites, and what entered is gathered once more. Domino keeps it.
+        # Forward g and g*; backward their conjugates, and the input is gathered again. Domino saves it.
         regather = layout.tp_overlap != "domino"
         gathers, scatters = (2 + regather + again) * halves, 2 * halves + again
         found.append(Flow("all_gather", "tp", n, t, calls * gathers, "into products"))
@@ -166,7 +166,7 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
     once_more = layout.recompute != "none"
     if layout.ring > 1:
         R = layout.ring
-        heads = sum(ring_heads(model, layout))  # of the U ranks that meet a sequence together
+        heads = sum(ring_heads(model, layout))  # of the U ranks that share a sequence
         kv = 2 * T * heads * c.head_dim  # elements of K and V on one of them
         if layout.gather_kv:
             found.append(Flow("all_gather", "ring", kv * R * e, R, calls * (2 + once_more), "K and V"))
@@ -174,7 +174,7 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
         else:
             found.append(Flow("send", "ring", kv * e, R, calls * (R - 1) * (2 + once_more), "K and V"))
             found.append(Flow("send", "ring", kv * w, R, calls * (R - 1), "gradients of K and V"))
-    if layout.fpdt_chunks and layout.ulysses > 1:  # forward, once more, backward: chunks change nothing
+    if layout.fpdt_chunks and layout.ulysses > 1:  # forward, recomputation, backward: chunks change nothing
         sent = layout.micro_batch * network_bytes(fpdt_sizes(model, layout))
         whole = sent * layout.ulysses / (layout.ulysses - 1)
         found.append(Flow("all_to_all", "ulysses", whole, layout.ulysses, 3 * calls, "heads of chunks"))
@@ -217,7 +217,7 @@ def of_ends(model: LlamaConfig, layout: Layout, times: int, first: bool, last: b
 def of_split_backward(
     model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int, stage: int, layers: int, last: bool
 ) -> list[Flow]:
-    """What W sends that B has sent already: the backward of columns makes both gradients, and runs in both."""
+    """What W sends again after B: a column-parallel backward makes both gradients, and runs in B and W."""
     again = sum(action.kind == W and action.stage == stage for action in schedule_of(layout).actions[rank])
     calls = again * (layers * (2 if moe is None else 1) + last)
     n = layout.tokens * model.hidden * widths(layout.precision).activation
@@ -239,7 +239,7 @@ def of_pipeline(model: LlamaConfig, layout: Layout, rank: int) -> list[Flow]:
 
 
 def by_collective(found: list[Flow]) -> dict[str, float]:
-    """Bytes on the wire, as the meter names them."""
+    """Bytes sent, by the meter's names."""
     total: Counter[str] = Counter()
     for flow in found:
         total[flow.collective] += flow.wire  # type: ignore[assignment]

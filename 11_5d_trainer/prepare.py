@@ -1,12 +1,12 @@
-"""Your own data to token ids on disk, once and on all cores, for train.py to map into memory.
+"""Convert your own data to token ids on disk, once and on all cores, for train.py to map into memory.
 
     python 11_5d_trainer/prepare.py my_text/ --out tokens                        a folder of text: a file is a document
     python 11_5d_trainer/prepare.py web.jsonl --field text --tokenizer SmolLM/ --out tokens
     python 11_5d_trainer/prepare.py web.parquet:0.7 code/:0.3 --out tokens       two sources, mixed by these weights
-    python 11_5d_trainer/prepare.py talks.jsonl --chat --out tokens               conversations: learn the answers only
+    python 11_5d_trainer/prepare.py talks.jsonl --chat --out tokens               conversations: train on answers only
 
-Sources are cut into units of some megabytes at line breaks, which processes read and encode; their order is that of the
-source, whatever the number of processes. A document ends with a token of its own. sources.py says what is written.
+Sources are split into units of some megabytes at line breaks, which processes read and encode. The order is
+the source's for any number of processes. A document ends with its own token. sources.py describes the files.
 
 Every tenth document is for validation (`--val-every`); of a single text file, its last tenth. A line of a chat is
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, written as ChatML:
@@ -56,7 +56,7 @@ if __name__ == "__main__":  # from here on, main has an end for it
 
 UNIT = 2**22  # bytes of text that a process encodes at once
 START, END = "<|im_start|>", "<|im_end|>"
-Document = tuple[bytes, bytes, int]  # token ids; for each whether it is learned, if only some are; bytes of text
+Document = tuple[bytes, bytes, int]  # token ids; whether each is learned, if only some are; bytes of text
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Unit:
     kind: str  # "text", "lines" or "parquet"
     begin: int
     end: int
-    ends: bool = True  # whether its last document ends with it
+    ends: bool = True  # whether the unit ends its last document
     split: str = ""  # "train" or "val", where that is known before documents are counted
 
 
@@ -75,7 +75,7 @@ class Unit:
 
 
 def units_of(source: Path, every: int) -> tuple[list[Unit], str]:
-    """A source in units, and what of it was skipped. Raises UsageError for what cannot be read."""
+    """The units of a source, and what was skipped. Raises UsageError for what cannot be read."""
     if not source.exists():
         raise UsageError(f"{source} does not exist; give text, JSON lines or Parquet files, or a folder of text")
     if source.is_dir():
@@ -103,7 +103,7 @@ def units_of(source: Path, every: int) -> tuple[list[Unit], str]:
 
 
 def of_text(file: Path, begin: int = 0, end: int | None = None, split: str = "") -> list[Unit]:
-    """One document."""
+    """The units of one document."""
     end = file.stat().st_size if end is None else end
     cuts = sorted({begin, end, *(min(end, cut_text(file, at)) for at in range(begin + UNIT, end, UNIT))})
     return [Unit(file, "text", a, b, b == end, split) for a, b in pairwise(cuts)]
@@ -117,8 +117,8 @@ def after_line(path: Path, at: int) -> int:
 
 
 def cut_text(path: Path, at: int) -> int:
-    """A place near `at` where tokens end too: after a line break between two lines with something on them. Where there
-    is none, before any character."""
+    """A place near `at` where tokens also end: after a line break between two non-empty lines. Where there is
+    none, before any character."""
     with path.open("rb") as file:
         file.seek(at)
         near = file.read(2**16)
@@ -142,7 +142,7 @@ def parquet(path: Path) -> Any:
 
 
 class Encoder:
-    """Units to documents; one in each process."""
+    """Converts units to documents; one in each process."""
 
     def __init__(self, tokenizer: Tokenizer, field: str, chat: bool) -> None:
         self.tokenizer, self.field, self.chat = tokenizer, field, chat
@@ -204,7 +204,7 @@ def read_part(unit: Unit) -> bytes:
 
 
 def records(unit: Unit, field: str) -> Iterator[tuple[str, Any]]:
-    """(where it stands, what the field holds) of each record."""
+    """(position, value of the field) of each record."""
     if unit.kind == "parquet":
         file = parquet(unit.path)
         if field not in file.schema_arrow.names:
@@ -232,7 +232,7 @@ encoder: Encoder
 
 
 def begin(tokenizer: str, field: str, chat: bool) -> None:
-    """In each process."""
+    """Initializes each process."""
     global encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are parallel enough
     encoder = Encoder(load_tokenizer(tokenizer) if tokenizer else Tokenizer(), field, chat)
@@ -249,7 +249,7 @@ def encode(unit: Unit) -> list[Document]:
 
 
 class Writer:
-    """train.bin or val.bin, and what belongs to it."""
+    """Writes train.bin or val.bin, and the files beside it."""
 
     def __init__(self, folder: Path, name: str, code: str, eos: int, masked: bool, stack: ExitStack) -> None:
         self.path = folder / f"{name}.bin"
@@ -283,7 +283,7 @@ class Writer:
 def write_source(
     units: list[Unit], encoded: Iterator[list[Document]], folder: Path, tokenizer: Tokenizer, args: Any, bar: tqdm
 ) -> list[Writer]:
-    """One source into a folder."""
+    """Write one source into a folder."""
     folder.mkdir(parents=True)
     code = "H" if tokenizer.vocab_size <= 2**16 else "I"
     seen = 0
@@ -304,7 +304,7 @@ def write_source(
 
 
 def prepare_all(args: argparse.Namespace) -> list[str]:
-    """Everything, under another name until it is complete. Returns what to tell the user."""
+    """Write everything, under another name until it is complete. Returns messages for the user."""
     sources = [source_and_weight(word) for word in args.sources]
     out = Path(args.out)
     weights = [weight for _, weight in sources]
@@ -336,7 +336,7 @@ def prepare_all(args: argparse.Namespace) -> list[str]:
     workers = min(args.workers or os.cpu_count() or 1, sum(len(units) for units, _ in found))
     try:
         with ExitStack() as stack:
-            if workers > 1 and size > 2 * UNIT:  # it takes seconds until a process is there
+            if workers > 1 and size > 2 * UNIT:  # a process takes seconds to start
                 pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(workers, begin, settings))
                 run: Any = pool.imap
             else:

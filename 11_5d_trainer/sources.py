@@ -1,14 +1,14 @@
-"""What lies on disk: text or something else, token ids with or without a meta file, and tokenizers.
+"""Files on disk: text or something else, token ids with or without a meta file, and tokenizers.
 
 prepare.py writes this folder, or several of them and a mixture.json that names them:
 
     train.bin  val.bin        token ids, uint16 or uint32, and nothing else
     train.json  val.json      what they are: dtype, vocabulary, tokenizer, end of a document, counts, checksums
     train.starts  val.starts  int64: the index of the first token of each document
-    train.mask  val.mask      only of chats: a byte for each token, 1 where it is to be predicted
+    train.mask  val.mask      only for chats: a byte per token, 1 where it is to be predicted
     tokenizer/                unless a token is a byte
 
-What is no text is refused by its name, since trained on as if it were text it would end well and mean nothing.
+Files that are no text are refused by name, since training on them as text would succeed and mean nothing.
 """
 
 import json
@@ -50,18 +50,18 @@ MAGIC = {
     b"\xff\xfe": "text in UTF-16",
     b"\xfe\xff": "text in UTF-16",
 }
-WORDS = (b"PAR1", b"GIF8")  # with which a text may begin; but in a text no byte is 0
+WORDS = (b"PAR1", b"GIF8")  # text may begin with these, but has no byte 0
 JSON_LINES = (".jsonl", ".ndjson")
 ONE_JSON = "JSON, whose braces would be trained on; write an object a line into a .jsonl, for prepare.py"
 PIECE = 2**20  # bytes of text that are encoded at once
-BLOCK, CHECKED = 2**26, 16  # bytes that have a checksum of their own; so many of them are read when a run starts
+BLOCK, CHECKED = 2**26, 16  # bytes per checksum; how many of these blocks are read when a run starts
 
 
 # ------------------------------------------------------------------------------------------------- is it text?
 
 
 def not_text(data: bytes) -> str:
-    """What a file with these contents is, if it is no text that can be trained on; else ""."""
+    """What a file with these contents is if it is no text that can be trained on; else ""."""
     zero = data.find(b"\0")
     for magic, name in MAGIC.items():
         if data.startswith(magic) and (zero >= 0 or magic not in WORDS):
@@ -70,7 +70,7 @@ def not_text(data: bytes) -> str:
 
 
 def is_json_lines(path: Path, data: bytes) -> bool:
-    """By its name, or because its first two lines are an object of JSON each."""
+    """By its name, or because each of its first two lines is a JSON object."""
     lines = data[:PIECE].split(b"\n", 2)[:2]
     return path.suffix in JSON_LINES or (len(lines) == 2 and all(map(is_object, lines)))
 
@@ -105,8 +105,8 @@ def read_text(path: Path, option: str) -> bytes:
 
 
 def text_files(folder: Path, pattern: str, keep: bool = True) -> tuple[list[tuple[Path, bytes]], dict[str, list[str]]]:
-    """Every text file below `folder`, sorted, without hidden ones, caches and installed packages; and the names of the
-    others, by the reason. To `keep` their contents each is read whole, otherwise only its beginning."""
+    """Every text file below `folder`, sorted, without hidden files, caches and installed packages; and the
+    names of the others, by reason. With `keep` each file is read completely, otherwise only its beginning."""
     skipped = {"__pycache__", "site-packages", "dist-packages", "test", "tests"} if pattern == "*.py" else set()
     found: list[tuple[Path, bytes]] = []
     others: dict[str, list[str]] = {}
@@ -158,7 +158,7 @@ class Meta:
 
 
 def read_meta(path: Path) -> Meta | None:
-    """Of a .bin. None if there is no meta file beside it; raises UsageError if it does not describe the file."""
+    """The meta file of a .bin, or None without one. Raises UsageError if it does not describe the file."""
     file = path.with_suffix(".json")
     if not file.exists():
         return None
@@ -196,7 +196,7 @@ def checksum(path: Path, block: int) -> int:
 
 
 def crc_of_samples(path: Path) -> int:
-    """Of 16 pieces of 1 MiB, evenly spread: enough to know a file again, and soon read."""
+    """Checksum of 16 pieces of 1 MiB, evenly spread: enough to recognize a file, and fast."""
     size, check = path.stat().st_size, 0
     with path.open("rb") as file:
         for i in range(16):
@@ -217,7 +217,7 @@ def map_file(path: Path, dtype: str) -> Tensor:
 
 
 def check_width(path: Path, tokens: Tensor, dtype: str) -> None:
-    """Raise UsageError for a .bin without a meta file that holds something else: its values would be tokens, too."""
+    """Raise UsageError for a .bin without a meta file that holds something else, also read as tokens."""
     with path.open("rb") as file:
         head = file.read(2**16)
     what = next((name for magic, name in MAGIC.items() if len(magic) > 3 and head.startswith(magic)), "")
@@ -227,12 +227,12 @@ def check_width(path: Path, tokens: Tensor, dtype: str) -> None:
             broken = len(head)
         except UnicodeDecodeError as error:
             broken = error.start
-        what = "text, or tokens of one byte" if broken > len(head) - 4 else ""  # a character may go on behind it
+        what = "text, or tokens of one byte" if broken > len(head) - 4 else ""  # a character may be cut
     if what:
         raise UsageError(f"--data {path} is {what}, no token ids of {dtype}; check the file")
     some = tokens[: 2**16].long()
     low, high = some[0::2], some[1::2]
-    # A number of more bytes is a small one and zeros, again and again. Half of an int64's low halves are zeros, too.
+    # A wider number reads as a small number and zeros. Half of an int64's low halves are also zeros.
     if len(high) >= 32 and high.max() < 32 and (low > high.max()).float().mean() >= 0.25:
         wider = "uint32 or int64" if dtype == "uint16" else "int64"
         convert = f"tokens.astype('{dtype if dtype == 'uint32' else 'uint16'}').tofile(...)"
@@ -244,7 +244,7 @@ def check_width(path: Path, tokens: Tensor, dtype: str) -> None:
 
 
 def as_bytes(tokens: list[int]) -> str:
-    """A model may know more words than there are bytes, and say one: that is shown as what is no text."""
+    """A model may have more tokens than there are bytes; those above 255 are shown as invalid text."""
     return bytes(token if token < 256 else 0xFF for token in tokens).decode(errors="replace")
 
 
@@ -259,7 +259,7 @@ class Tokenizer:
     encode: Callable[[str], list[int]] = lambda text: list(text.encode())
     decode: Callable[[list[int]], str] = as_bytes
     vocab_size: int = 256
-    id_of: Callable[[str], int | None] = lambda token: None  # of a token that stands for itself
+    id_of: Callable[[str], int | None] = lambda token: None  # of a token given by its text
     save: Callable[[Path], Any] = lambda folder: None
     eos: int | None = 0
     name: str = "bytes"
@@ -296,7 +296,7 @@ def load_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
         if error.name not in ("tokenizers", "transformers"):
             raise
         raise UsageError(f"{where} needs {library}; pip install {library}") from None
-    except Exception as error:  # its reasons are many, and long
+    except Exception as error:  # many reasons, some of them long
         reason = str(error).strip().split("\n")[0]
         raise UsageError(f"{where} cannot be loaded: {reason}") from None
     loaded.no_truncation()  # a file may ask for it, and the rest of each text would be lost
@@ -304,7 +304,7 @@ def load_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
     words = loaded.get_vocab(with_added_tokens=True)
     eos = own or next((end for end in ENDS if end in words), None)
     return Tokenizer(
-        # A token that begins each text would appear once in the whole corpus: none is added.
+        # No token is added at the beginning of a text: it would appear once in the whole corpus.
         encode=lambda text: loaded.encode(text, add_special_tokens=False).ids,
         decode=lambda tokens: loaded.decode(tokens, skip_special_tokens=False),
         vocab_size=max(words.values()) + 1,
@@ -326,7 +326,7 @@ def own_end(file: Path) -> str | None:
 
 
 def set_own_end(folder: Path, eos: str) -> None:
-    """The same for a copy whose documents end with another token: whoever reads it stops there."""
+    """Set it in a copy whose documents end with another token, so that its readers stop there."""
     about = folder / "tokenizer_config.json"
     try:
         found = json.loads(about.read_text()) if about.exists() else {}
@@ -344,8 +344,8 @@ def copy_tokenizer(file: Path, folder: Path) -> None:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A long text in pieces, which are encoded one by one: whole, it would take gigabytes. A piece ends where tokens
-    do, after a line break between two lines that have something on them; where there is none, anywhere."""
+    """A long text in pieces, which are encoded one by one, since at once it would take gigabytes. A piece
+    ends where tokens do, after a line break between two non-empty lines; where there is none, anywhere."""
     begin = 0
     while len(text) - begin > PIECE:
         found = LINE_END.search(text, begin + PIECE, begin + 2 * PIECE)

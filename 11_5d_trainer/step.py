@@ -3,13 +3,13 @@
 micro-batches of this rank, this rank's part of each sequence                       `shard_batch`
   -> valid tokens of the global batch (one number, all-reduced)                     `valid_tokens`
   for each: loss = sum over its tokens / that number; backward                      `forward_and_backward`
-      nothing is sent, except in the last one, where buckets leave while backward runs
+      nothing is sent until the last one, where buckets are sent while backward runs
   (with a pipeline: all of them in the order of the schedule)                       `pipeline_passes`
 every gradient is now the sum over all ranks that hold the same weights
-norm of the whole gradient, clip, AdamW                                             `clip_gradients`, `update_weights`
+norm of the full gradient, clip, AdamW                                              `clip_gradients`, `update_weights`
 
-On a GPU with chapter 09's kernels the host waits for none of it (`launch_step`): the device itself leaves out a step
-whose gradient is not finite, and the loss and the norm come to the host while the next step runs (`Reading`).
+On a GPU with chapter 09's kernels the host does not wait for the step (`launch_step`). The device leaves out
+a step whose gradient is not finite, and the host gets loss and norm while the next step runs (`Reading`).
 """
 
 import dataclasses
@@ -56,13 +56,13 @@ class Trainer:
     config: Config
     mesh: Mesh
     model: Any  # this rank's part of it
-    owners: list[Any]  # of the gradients: each sums those of its parameters over its group (gradients.py)
+    owners: list[Any]  # each sums the gradients of its parameters over its group (gradients.py)
     positions: Tensor  # of this rank's tokens in the sequence, [S / cp]
     device: torch.device
-    scaler: LossScaler  # of 1, except in fp16
-    documents: Documents  # those of the micro-batch that is computed, with --documents
+    scaler: LossScaler  # a scale of 1, except in fp16
+    documents: Documents  # of the current micro-batch, with --documents
     pipeline: Pipeline | None = None
-    unfinished: Counter[nn.Parameter] = dataclasses.field(default_factory=Counter)  # what still adds to its gradient
+    unfinished: Counter[nn.Parameter] = dataclasses.field(default_factory=Counter)  # pending contributions
     broken: Tensor | None = None  # on the device: whether a gradient was ever not finite (`launch_step`)
 
 
@@ -86,16 +86,16 @@ def gradient_step(me: Trainer, batches: list[Batch]) -> tuple[Tensor, Tensor]:
     """The clipped gradient of the global batch. Returns its loss per token and the norm before clipping."""
     batches = [shard_batch(me, batch) for batch in batches]
     zero_grad(me)
-    share = 1 / len(batches)  # of a micro-batch in the loss that balances experts; all are equally large
+    share = 1 / len(batches)  # of a micro-batch in the load-balancing loss; all have the same size
     set_loss_scale(me.model, share * me.scaler.value)
     loss = forward_and_backward(me, batches, valid_tokens(me, batches)) * me.scaler.inverse
-    dist.all_reduce(loss, group=me.mesh.groups["replica"])  # to show it: each rank knows the loss of its own tokens
+    dist.all_reduce(loss, group=me.mesh.groups["replica"])  # for the log: each rank has its own tokens' loss
     return loss, clip_gradients(me.owners, me.model, me.mesh, me.config.clip, me.scaler.inverse)
 
 
 def shard_batch(me: Trainer, batch: Batch) -> Batch:
-    """Tokens and labels [B, S] to this rank's part of the sequence [B, S / cp], on its device. Places in documents
-    stay whole, on the host: they say what attention sees."""
+    """Tokens and labels of this rank's part of the sequence, [B, S] -> [B, S / cp], on its device. Positions
+    in documents stay full, on the host, because they define what attention sees."""
     tokens, labels = (sent_to(me.device, x)[:, me.positions] for x in batch[:2])
     return tokens, labels, *batch[2:]
 
@@ -106,15 +106,15 @@ def zero_grad(me: Trainer) -> None:
 
 
 def valid_tokens(me: Trainer, batches: list[Batch]) -> Tensor:
-    """Labels that count, over all micro-batches and all ranks that see other tokens."""
+    """Number of labels with a target, over all micro-batches and all ranks with different tokens."""
     labels = torch.cat([batch[1].flatten() for batch in batches])
     return global_valid_tokens(labels, me.mesh.groups["batch"])
 
 
 def forward_and_backward(me: Trainer, batches: list[Batch], valid: Tensor, send: bool = True) -> Tensor:
-    """Gradients of the loss per token of the global batch, times the loss scale. Returns this rank's part of it.
+    """Gradients of the loss per token of the global batch, times the loss scale. Returns this rank's loss.
 
-    Without `send` they stay what this rank alone has computed.
+    Without `send` the gradients are not summed over ranks.
     """
     valid = valid / me.scaler.value
     total = torch.zeros((), dtype=torch.float64, device=me.device)
@@ -132,7 +132,7 @@ def forward_and_backward(me: Trainer, batches: list[Batch], valid: Tensor, send:
 
 @contextmanager
 def summed_gradients(me: Trainer, last: bool, send: bool = True) -> Iterator[None]:
-    """Around forward and backward of a micro-batch: when the last one ends, gradients are sums over ranks."""
+    """Context of a micro-batch's forward and backward. After the last one, gradients are sums over ranks."""
     with ExitStack() as stack:
         for owner in me.owners:
             stack.enter_context(owner.micro_batch(last) if send else owner.no_sync())
@@ -144,7 +144,7 @@ def loss_sum(me: Trainer, tokens: Tensor, labels: Tensor, places: Tensor | None 
     positions = me.positions
     if places is not None:
         me.documents.begin(places)
-        positions = sent_to(me.device, places)[:, positions]  # [B, S / cp]: they begin again with each document
+        positions = sent_to(me.device, places)[:, positions]  # [B, S / cp], from 0 in each document
     if me.config.fpdt_chunks:
         return me.model(tokens, positions, labels)
     with precision(me):
@@ -155,14 +155,14 @@ def loss_sum(me: Trainer, tokens: Tensor, labels: Tensor, places: Tensor | None 
 
 def precision(me: Trainer) -> Any:
     low = AUTOCAST.get(me.config.precision)
-    # ZeRO-3 lets go of weights that nobody needs; autocast's cache would keep a copy of each to the end of forward.
+    # ZeRO-3 frees weights that are not needed; autocast's cache would keep a copy of each until forward ends.
     return torch.autocast(me.device.type, low, cache_enabled=me.config.zero < 3) if low else nullcontext()
 
 
 def pipeline_passes(me: Trainer, pipeline: Pipeline, batches: list[Batch], valid: Tensor) -> Tensor:
     """All micro-batches of a step in the order of the schedule (chapter 06), forward and backward.
 
-    Returns the sum of the losses that this rank computed: those of the last stage, elsewhere zero.
+    Returns the sum of the losses that this rank computed, which is zero except on the last stage.
     """
     shared = [me.model.get_parameter(name) for name in me.model.shared]  # by the first and the last stage
     me.unfinished = Counter([p for stage in pipeline.stages.values() for p in stage.parameters()] + shared)
@@ -170,21 +170,21 @@ def pipeline_passes(me: Trainer, pipeline: Pipeline, batches: list[Batch], valid
         loss = pipeline.step([tokens for tokens, *_ in batches], [(labels, valid) for _, labels, *_ in batches])
     for p in shared:
         if p.requires_grad:
-            dist.all_reduce(p.grad, group=me.mesh.groups["ends"])  # the embedding's share and the output layer's
+            dist.all_reduce(p.grad, group=me.mesh.groups["ends"])  # embedding + output layer
         complete_one(me, p)
     return loss
 
 
 def stage_done(me: Trainer, stage: nn.Module) -> None:
-    """The last weight gradient of `stage` is in place: the executor says so, maybe with more actions to come."""
-    if me.mesh.sizes["tp"] > 1:  # some are shares: of a norm, which saw a piece of the sequence, or of a K/V head
+    """Called by the executor after the last weight gradient of `stage`; more actions may follow."""
+    if me.mesh.sizes["tp"] > 1:  # some are partial sums: of norms (of a part of the sequence) or K/V heads
         sync_replicated_gradients(stage, me.mesh.groups["tp"])
     for p in stage.parameters():
         complete_one(me, p)
 
 
 def complete_one(me: Trainer, p: nn.Parameter) -> None:
-    """A gradient goes to its owner as soon as nothing on this rank adds to it any more."""
+    """Pass a gradient to its owner as soon as nothing else on this rank will add to it."""
     me.unfinished[p] -= 1
     if not me.unfinished[p] and p.requires_grad:
         owner_of(me.owners, p).start(p)
@@ -199,13 +199,13 @@ def update_weights(me: Trainer) -> None:
 
 
 def wait_for_weights(me: Trainer) -> None:
-    """New weights may still be on their way to this rank. Before the groups are destroyed."""
+    """Wait for new weights that are in flight. Call it before the groups are destroyed."""
     for owner in me.owners:
         owner.arrive()
 
 
 def forget_step(me: Trainer) -> None:
-    """How many tokens came to each expert moves its bias, and what fp8 has seen its scales; not if it is left out."""
+    """Discard a left-out step's token counts, which move experts' biases, and what would set fp8's scales."""
     leave_out_step(me.model.parts)
     for layer in moe_layers(me.model):
         layer.step_counts.zero_()
@@ -214,8 +214,8 @@ def forget_step(me: Trainer) -> None:
 def who_is_not_finite(me: Trainer, batches: list[Batch]) -> str:
     """Name the rank and the parameter that a NaN or infinite gradient came from. Collective.
 
-    After the reduction every rank has it, so the backwards are done once more without one. A NaN travels from a layer
-    to those before it, so of the parameters that have one the last is named.
+    After the reduction every rank has it, so forward and backward are repeated without one. Backward
+    propagates a NaN to earlier layers, so of the parameters that have one the last is named.
     """
     batches = [shard_batch(me, batch) for batch in batches]
     zero_grad(me)
@@ -234,13 +234,13 @@ def who_is_not_finite(me: Trainer, batches: list[Batch]) -> str:
 
 @torch.no_grad()
 def validate(me: Trainer, sampler: Sampler) -> float:
-    """Loss per token over the first `eval_samples` held-out samples, which the data-parallel ranks share out."""
+    """Loss per token over the first `eval_samples` held-out samples, split over the data-parallel ranks."""
     dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
     at_once = me.pipeline.schedule.micro_batches if me.pipeline else 1
     every = sampler.held_out(me.config.eval_samples, me.config.micro_batch, place, dp, at_once)
     batches = [shard_batch(me, batch) for batch in every]
     total = torch.zeros((), dtype=torch.float64, device=me.device)
-    me.model.eval()  # tokens that are not trained on move no bias of an expert
+    me.model.eval()  # validation tokens must not move the experts' biases
     if me.pipeline:
         one = torch.ones((), device=me.device)
         for some in (batches[i : i + at_once] for i in range(0, len(batches), at_once)):
@@ -258,10 +258,10 @@ def validate(me: Trainer, sampler: Sampler) -> float:
 
 
 def launch_step(me: Trainer, batches: list[Batch], since: torch.cuda.Event | None = None) -> "Reading":
-    """`train_step` on a GPU for which nobody waits (`reads_late`): loss and norm come later, and with them the seconds
-    from the end of the step before, or from now.
+    """`train_step` on a GPU without waiting for it (`reads_late`). The `Reading` has loss and norm, and the
+    seconds since the end of the step before, or since now.
 
-    If a norm is not finite the weights stay as they were before it, whatever is launched until the host hears of it.
+    If a norm is not finite, this step and all launched before the host reads it leave the weights unchanged.
     """
     since = since or moment()
     loss, norm = gradient_step(me, batches)
@@ -274,10 +274,10 @@ def launch_step(me: Trainer, batches: list[Batch], since: torch.cuda.Event | Non
 
 
 def reads_late(me: Trainer) -> bool:
-    """Whether the host may hear of a step when the next one is under way: if the device itself keeps a gradient that is
-    not finite out of the weights (chapter 09's AdamW does, in ZeRO's buffers), and nothing on the host depends on the
-    norm: no loss scale, no step to be left out and gone on from, no experts' biases, no scales of fp8 (which wait at
-    the end of a step themselves)."""
+    """Whether the host may read a step's loss and norm while the next step runs. Then the device itself must
+    keep a gradient that is not finite out of the weights (chapter 09's AdamW does, in ZeRO's buffers), and
+    nothing on the host may depend on the norm: no loss scale, no --on-nan skip, no experts' biases, no scales
+    of fp8 (which wait at the end of a step themselves)."""
     c = me.config
     depends = me.scaler.dynamic or c.on_nan == "skip" or c.precision in FP8 or moe_layers(me.model)
     fused = all(getattr(owner, "fused", None) is not None for owner in me.owners)
@@ -285,7 +285,7 @@ def reads_late(me: Trainer) -> bool:
 
 
 class Reading:
-    """Numbers of the device on their way to the host: `values` waits for them, and not for what came after them."""
+    """Values in flight from the device to the host. `values` waits for this copy, not for later work."""
 
     def __init__(self, numbers: Tensor, since: torch.cuda.Event | None = None) -> None:
         self.numbers, self.since, self.done = numbers, since, None
@@ -300,7 +300,7 @@ class Reading:
         return self.numbers.tolist()
 
     def seconds(self) -> float:
-        """By the device's clock, from `since` until they were there."""
+        """By the device's clock, from `since` until the copy was complete."""
         assert self.since is not None and self.done is not None
         self.done.synchronize()
         return 1e-3 * self.since.elapsed_time(self.done)
@@ -314,7 +314,7 @@ def moment() -> torch.cuda.Event:
 
 
 def sent_to(device: torch.device, x: Tensor) -> Tensor:
-    """x on the device. A copy to a GPU is only asked for: from pinned memory, so that the host does not wait for it."""
+    """x on the device. A copy to a GPU is asynchronous, from pinned memory, and the host does not wait."""
     pinned = x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
     return pinned.to(device, non_blocking=True)
 
@@ -325,7 +325,7 @@ def sent_to(device: torch.device, x: Tensor) -> Tensor:
 def make_trainer(
     config: Config, sizes: LlamaConfig, device: torch.device, optimizer: Any = adamw, start_from: str = ""
 ) -> Trainer:
-    """Lay out the ranks, build this one's model. `optimizer(model, lr)` makes the optimizer that ZeRO may take over.
+    """Lay out the ranks and build this rank's model. `optimizer(model, lr)` makes what ZeRO may take over.
 
     `start_from` names a Hugging Face model to take the first weights from.
     """
@@ -349,7 +349,7 @@ def make_trainer(
     )
     model: Any = build(config, sizes, mesh, parts, layers, device)
     if config.compile:
-        for block in model.model.layers.children():  # all alike: one program serves them all
+        for block in model.model.layers.children():  # all are alike, so one compiled program serves all
             block.compile()
     whole = load_weights(model, mesh, start_from) if start_from else {}
     built = optimizer(model, config.lr)
@@ -359,9 +359,9 @@ def make_trainer(
         if group["weight_decay"]:
             group["weight_decay"] = config.weight_decay
     owners = make_owners(config, model, built, mesh, not schedule, fused_adamw(config, device, built))
-    if start_from and config.precision == "bf16-master" and not sizes.lora_rank:  # adapters are in no file
+    if start_from and config.precision == "bf16-master" and not sizes.lora_rank:  # files have no adapters
         load_masters(owners, lambda names: cut_tensors(model, whole, mesh, names))
-    # The decision to leave a step out is everyone's, since everyone's weights depend on it.
+    # All ranks decide together to leave a step out, since the weights of all ranks depend on it.
     fp16 = config.precision == "fp16"
     scaler = LossScaler(mesh.groups["world"], config.loss_scale if fp16 else 1.0, dynamic=fp16, patience=2**31)
     me = Trainer(config, mesh, model, owners, positions, device, scaler, documents)
@@ -371,7 +371,7 @@ def make_trainer(
 
 
 def load_weights(model: nn.Module, mesh: Mesh, folder: str) -> Mapping[str, Tensor]:
-    """This rank's pieces of a Hugging Face model's weights, into the model. Returns the whole ones, read when asked."""
+    """Load this rank's shards of a Hugging Face model's weights. Returns the full weights, read lazily."""
     whole = read_weights(folder, {name for name in held_names(model, mesh) if not is_adapter(name)})
     theirs = [name for name, _ in model.named_parameters() if not is_adapter(name)]
     for name, piece in cut_tensors(model, whole, mesh, theirs).items():
@@ -395,11 +395,11 @@ def make_pipeline(me: Trainer, schedule: Schedule, stages: dict[tuple[int, int],
 
 
 def fused_adamw(config: Config, device: torch.device, optimizer: torch.optim.Optimizer) -> Any:
-    """Chapter 09's AdamW for ZeRO's flat buffers, where its kernels are used on a GPU; else None: torch's."""
+    """Chapter 09's AdamW for ZeRO's flat buffers, if its kernels run on a GPU; else None, for torch's."""
     kernels = device.type == "cuda" and kernels_on(config, device) in ("triton", "cuda")
     if not kernels or config.precision == "fp64" or type(optimizer) is not torch.optim.AdamW:
         return None
-    from fused_adamw import adamw_  # here: on a CPU the import turns Triton's interpreter on
+    from fused_adamw import adamw_  # not at the top: on a CPU the import turns Triton's interpreter on
 
     return adamw_
 

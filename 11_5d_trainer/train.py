@@ -2,13 +2,13 @@
 
     options.py     every option, and what fits        paths.py       finds the chapters' folders
     mesh.py        the grid of ranks and its groups   model.py       a rank's part of the model: chapters 01, 04, 05
-    step.py        one step of one rank               gradients.py   their sums, their norm, new weights: 02, 03
-    data.py        tokens to micro-batches            full_state.py  the same as whole tensors, to save and to load
+    step.py        one step of one rank               gradients.py   sums over ranks, norm, update: 02, 03
+    data.py        tokens to micro-batches            full_state.py  unsharded tensors, to save and to load
     sources.py     what is on disk                    prepare.py     your own data to tokens
     checkpoint.py  save, find, load                   curve.py       the loss curve
 
     python 11_5d_trainer/train.py                                       one rank
-    torchrun --nproc_per_node 4 11_5d_trainer/train.py                  4 data-parallel ranks: nccl on GPUs, else gloo
+    torchrun --nproc_per_node 4 11_5d_trainer/train.py                  4 data-parallel ranks: NCCL, else Gloo
     torchrun --nproc_per_node 8 11_5d_trainer/train.py --tp 2 --sequence-parallel --cp 2 --cp-kind zigzag --zero 2
     torchrun --nproc_per_node 4 11_5d_trainer/train.py --data my.txt --steps 2000 --seq-len 256 --out runs/mine
     torchrun --nproc_per_node 8 11_5d_trainer/train.py --pp 2 --schedule zb-h1 --tp 2 --zero 1
@@ -36,7 +36,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
 
-if __name__ == "__main__":  # Ctrl-C while the imports below take their seconds: no traceback of them
+if __name__ == "__main__":  # Ctrl-C during the slow imports below prints no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import paths  # noqa: F401  finds the chapters below
@@ -88,12 +88,12 @@ from step import (
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
-if __name__ == "__main__":  # from here on, main has an end for it
+if __name__ == "__main__":  # from here on main handles Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Log = dict[str, Any]
-SILENCE = 10.0  # seconds between two steps that are told where there is no progress bar
-GRACE = 5.0  # seconds in which all ranks that wait for one that is stuck come to their timeouts
+SILENCE = 10.0  # seconds between two printed steps where there is no progress bar
+GRACE = 5.0  # seconds within which all ranks that wait for a stuck rank reach their timeouts
 
 
 # ----------------------------------------------------------------------------------- before any process group
@@ -101,7 +101,7 @@ GRACE = 5.0  # seconds in which all ranks that wait for one that is stuck come t
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run needs to know, checked, before ranks are connected."""
+    """Everything that a run needs, checked before ranks are connected."""
 
     config: Config
     corpus: Corpus
@@ -109,7 +109,7 @@ class Plan:
     device: torch.device
     resume: tuple[Path, Path, checkpoint.Progress] | None
     messages: list[str]  # for the user
-    lock: IO[str] | None = None  # of the run's folder; the first rank's, once all are there
+    lock: IO[str] | None = None  # of the run's folder; on rank 0, once all ranks are connected
 
 
 def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
@@ -143,7 +143,7 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
         sizes = LlamaConfig(**resume[2].sizes)
     else:
         config, sizes = choose_sizes(config, given, corpus.vocab_size)
-        config.check_experts(sizes, config.dp(world_size) * config.cp)  # who are counted next
+        config.check_experts(sizes, config.dp(world_size) * config.cp)  # before they are counted
         count = sum(tensor.numel() for tensor in full_shapes(sizes, config.mixture(sizes)).values())
         bf16 = has_bf16() if device.type == "cuda" else None
         config, said = settle(config, given, count, world_size, bf16)
@@ -168,7 +168,7 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
 
 
 def read_data(config: Config, given: dict[str, Any], resume: tuple | None) -> Corpus:
-    """What to train on. A resumed run goes on with the same tokens, wherever they lie now, or raises UsageError."""
+    """The training data. A resumed run must find the same tokens, which may have moved; else UsageError."""
     if not resume:
         return load_corpus(config)
     run, path, progress = resume
@@ -179,7 +179,7 @@ def read_data(config: Config, given: dict[str, Any], resume: tuple | None) -> Co
     kept = run / "tokenizer"  # the run's own copy
     own = config.tokenizer and "tokenizer" not in given and kept.exists()
     corpus = load_corpus(dataclasses.replace(config, tokenizer=str(kept)) if own else config)
-    if config.evaluate and "data" in given:  # any that the model can read
+    if config.evaluate and "data" in given:  # any data that the model can read
         if progress.numbers and corpus.tokenizer:
             raise UsageError(
                 f"{where} is not bare token ids, on which {run} was trained; give ids of the same tokenizer"
@@ -193,7 +193,7 @@ def read_data(config: Config, given: dict[str, Any], resume: tuple | None) -> Co
             f"--resume {config.resume}: it was trained on {progress.tokens:,} tokens, but {where} now has "
             f"{corpus.size:,}; restore it, or start a new run"
         )
-    if not progress.data and config.data != old:  # nothing to know it by
+    if not progress.data and config.data != old:  # no fingerprint to compare
         raise UsageError(f"--data {config.data} does not fit {path}, which was trained with {old}; leave it out")
     if progress.data not in ("", corpus.fingerprint):
         raise UsageError(f"--resume {config.resume}: {where} has other contents or weights than it had then")
@@ -212,9 +212,9 @@ def check_apart(config: Config) -> None:
 
 
 def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tuple[Config, LlamaConfig]:
-    """The sizes of a new model, from a preset or a Hugging Face config.json, and from single options on top.
+    """The sizes of a new model, from a preset or a Hugging Face config.json, overridden by single options.
 
-    What such a file says of experts becomes part of the options. Raises UsageError where an option contradicts it.
+    The file's experts become part of the options. Raises UsageError where an option contradicts the file.
     """
     own = {name: getattr(config, name) for name in SIZES if getattr(config, name)}
     own |= {"tied": config.tied} if "tied" in given else {}
@@ -261,7 +261,7 @@ def find_device(asked: str, local_rank: int) -> torch.device:
     gpus = torch.cuda.device_count() if asked != "cpu" else 0
     if asked == "cuda" and not gpus:
         raise UsageError("--device cuda: there is no GPU here; use --device cpu")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))  # not by the own rank: all have to end with a line
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))  # so that all ranks fail, not some
     if gpus and here > gpus:
         what = f"--nproc_per_node {here} is more than the {gpus} GPU(s) of this machine"
         raise UsageError(f"{what}; start {gpus}, one for each, or use --device cpu")
@@ -269,18 +269,18 @@ def find_device(asked: str, local_rank: int) -> torch.device:
 
 
 def connect(device: torch.device, timeout: float) -> None:
-    """Join the world that torchrun describes, or be one alone. Every collective fails after `timeout` seconds."""
+    """Join torchrun's world, or start one of a single rank. Collectives fail after `timeout` seconds."""
     limit = timedelta(seconds=timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False  # by default it is; some images' environment says otherwise
+        torch.backends.cuda.matmul.allow_tf32 = False  # the default, unless the environment differs
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         store, rank, size = next(rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun's store outlives a restart, and the addresses of ranks that have died are still in it. On several
-            # nodes, each counts its restarts for itself: there only launch.py helps, which has a new store each time.
+            # torchrun's store outlives a restart and still has the addresses of dead ranks. Of several nodes
+            # each counts its own restarts: there only launch.py helps, which makes a new store each time.
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, **own)
@@ -305,7 +305,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 class Stop:
-    """Whether someone asked the run to end. The first signal waits for the end of the step, the second does not."""
+    """Whether a signal asked the run to end. The first waits for the end of the step, the second does not."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -317,8 +317,8 @@ class Stop:
 
 
 def any_rank(me: Trainer, *flags: bool) -> Reading:
-    """Each flag, if it is up on any rank: a decision that all take alike. Signals, for one, do not arrive everywhere in
-    the same step."""
+    """Each flag, set if any rank has set it, so that all ranks decide alike. A signal, for example, does not
+    reach all ranks in the same step."""
     votes = sent_to(me.device, torch.tensor([int(flag) for flag in flags]))
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=me.mesh.groups["world"])
     return Reading(votes)
@@ -326,11 +326,11 @@ def any_rank(me: Trainer, *flags: bool) -> Reading:
 
 @dataclasses.dataclass
 class Launched:
-    """A step that has been launched, and what its line in the log needs beside its loss and its norm."""
+    """A step that has been launched, and what its line in the log needs besides its loss and its norm."""
 
     step: int
     lr: float
-    samples: int  # that have been used after it
+    samples: int  # used up to and including this step
     batches: list[Batch]
     start: float
     found: Any  # loss and norm: a Reading, or the two numbers
@@ -344,7 +344,7 @@ def train(plan: Plan, folder: Path, stop: Stop | None = None) -> list[Log]:
     if first == 0:
         run.evaluate(0)
     run.begin()
-    late = reads_late(me)  # then a step is under way before the host reads what the last one found
+    late = reads_late(me)  # the host then reads a step's results after it launched the next one
     under_way: Launched | None = None
     asked: Reading | None = None  # the vote of the step before
     for step in run.bar:
@@ -367,22 +367,22 @@ def train(plan: Plan, folder: Path, stop: Stop | None = None) -> list[Log]:
         end = step + 1 == config.steps
         evaluating = end or (config.eval_every and (step + 1) % config.eval_every == 0)
         saving = end or stopped or (config.save_every and (step + 1) % config.save_every == 0)
-        if not late or step == first or evaluating or saving:  # what comes now is about the weights after this step
+        if not late or step == first or evaluating or saving:  # what follows needs its weights
             run.arrive(launched)
             under_way = None
         if not writing:
-            run.saver.finish()  # the checkpoint gets its name
+            run.saver.finish()  # renames the complete checkpoint
         val_loss, best = run.evaluate(step + 1) if evaluating else (None, False)
         if saving or (best and config.keep_best):
             run.save(step + 1, val_loss)
-            asked = None  # an old vote knows nothing of the files that are being written now
+            asked = None  # an older vote does not cover the save that begins now
         if stopped:
             break
     return run.end(early=bool(stopped) and not end)
 
 
 class Run:
-    """What a run has besides its trainer: data, log, checkpoints. What its methods do all ranks do together."""
+    """What a run has besides its trainer: data, log, checkpoints. All ranks call its methods together."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.config, self.folder = plan, plan.config, folder
@@ -411,7 +411,7 @@ class Run:
         self.log.say(f"{describe(plan, me)}; writing {folder}")
 
     def begin(self) -> None:
-        """The clock and the progress bar."""
+        """Start the clock and the progress bar."""
         self.before = max((line.get("seconds", 0.0) for line in self.log.lines), default=0.0)  # of a resumed run
         self.start = time.perf_counter()
         steps = range(self.first, self.config.steps)
@@ -427,7 +427,7 @@ class Run:
         """The validation loss, and whether it is the best after any step: the same on all ranks."""
         value = validate(self.me, self.held_out)
         earlier = [line["val_loss"] for line in self.log.lines if "val_loss" in line and line["step"]]
-        # The leader alone has the log of a resumed run.
+        # Only the leader has the log of a resumed run.
         better = self.leader and value < min(earlier, default=math.inf)
         broken, best = any_rank(self.me, not math.isfinite(value), better).values()
         self.write({"step": step, "val_loss": value})
@@ -453,7 +453,7 @@ class Run:
         self.saver.save(share_of_state(me.owners, me.model, me.mesh), progress)
 
     def arrive(self, launched: Launched) -> None:
-        """Loss and norm of a step are here, or are waited for: into the log with them, or the end of the run."""
+        """Wait for the loss and the norm of a step and write them into the log, or end the run."""
         me, step, found = self.me, launched.step, launched.found
         if isinstance(found, Reading):
             (loss, norm), seconds = found.values(), found.seconds()
@@ -484,9 +484,9 @@ class Run:
         self.bar.set_postfix_str(f"loss {loss:.3f}, {self.speed}", refresh=False)
 
     def not_finite(self, launched: Launched, rest: str) -> NotFinite:
-        """What ends a run with a gradient that is not."""
+        """The error that ends a run whose gradient is not finite."""
         who = who_is_not_finite(self.me, launched.batches)
-        self.saver.finish()  # all ranks are here, and what is being written is good
+        self.saver.finish()  # all ranks are here, and the pending checkpoint is good
         return NotFinite(f"step {launched.step + 1}: {who} is not finite; {rest}")
 
     def write(self, line: Log) -> None:
@@ -494,7 +494,7 @@ class Run:
         self.watch.note(line)
 
     def end(self, early: bool) -> list[Log]:
-        """The last checkpoint, and the summary of a run that nobody has stopped `early`."""
+        """Complete the last checkpoint and print the summary, unless the run was stopped `early`."""
         config, log, saver, folder = self.config, self.log, self.saver, self.folder
         saver.finish()
         wait_for_weights(self.me)
@@ -618,13 +618,13 @@ def sample(plan: Plan, run: Path, log: "Logger") -> str:
 
 
 def agree(plan: Plan) -> tuple[Plan, Path]:
-    """The plan and the run folder, the same on every rank: the resumed one, the one asked for, or runs/ and the time.
+    """The plan and the run folder, the same on every rank: the resumed one, --out, or runs/ and the time.
 
-    They also read the contents of the checkpoint, each a part of its files; if they are damaged, all go back to the one
-    before. Raises UsageError, on all ranks alike, if none is whole or the ranks do not see the same one.
+    Each rank verifies a part of the checkpoint's files. If one is damaged, all ranks fall back to the
+    checkpoint before. Raises UsageError on all ranks if no checkpoint is intact or ranks see different ones.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    seen: list[Any] = [None] * ranks  # nobody writes to the folder before the last rank has looked whether it is free
+    seen: list[Any] = [None] * ranks  # no rank writes to the folder before all have checked that it is free
     dist.all_gather_object(seen, str(plan.resume[1]) if plan.resume else "")
     if len(set(seen)) > 1:
         other = next(i for i, path in enumerate(seen) if path != seen[0])
@@ -637,7 +637,7 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
         try:
             folder = plan.resume[0] if plan.resume else new_folder(plan.config.out)
             lock = checkpoint.hold(folder)
-            if plan.config.out:  # another job may have been here since `prepare` looked
+            if plan.config.out:  # another job may have started here since `prepare`
                 check_folder(plan.config.out, plan.config.restart)
             said = [str(folder), None]
         except UsageError as error:
@@ -684,19 +684,19 @@ def new_folder(out: str) -> Path:
 
 
 class Logger:
-    """log.jsonl and the screen. Every rank keeps its lines in memory; the leader alone writes and speaks."""
+    """log.jsonl and the screen. Every rank keeps the lines in memory; only the leader writes and prints."""
 
     def __init__(self, run: Path, config: Config, first: int, leader: bool) -> None:
         self.leader, self.run = leader, run
         self.unwritten: set[str] = set()
         self.lines: list[Log] = []
-        self.bar = leader and sys.stderr.isatty()  # a log file is not a screen: there are lines instead
+        self.bar = leader and sys.stderr.isatty()  # without a terminal, lines are printed instead
         self.steps, self.told = config.steps, -math.inf
         self.file: IO[str] | None = None
         if not leader:
             return
         path = run / "log.jsonl"
-        if first and path.exists():  # resumed: what came after the checkpoint is about to happen again
+        if first and path.exists():  # resumed: steps after the checkpoint will be done again
             past = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
             self.lines = [line for line in past if line["step"] <= first]
         self.keep("config.json", json.dumps(dataclasses.asdict(config), indent=1) + "\n")
@@ -724,7 +724,7 @@ class Logger:
 
     @contextlib.contextmanager
     def or_say(self, name: str) -> Iterator[None]:
-        """A disk that is full takes no more lines, and ends nothing."""
+        """A full disk loses lines of the log, but it does not end the run."""
         try:
             yield
         except OSError as error:
@@ -737,8 +737,8 @@ class Logger:
             return
         try:
             tqdm.write(text)
-            sys.stdout.flush()  # into a pipe it would come in blocks
-        except OSError:  # the pipe has no reader any more, or the disk is full: log.jsonl has what counts
+            sys.stdout.flush()  # a pipe would be buffered
+        except OSError:  # the pipe has lost its reader, or the disk is full; log.jsonl has the numbers
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -774,7 +774,7 @@ def main() -> int:
                 print(show_mesh(plan, world_size))
             return 0
     except UsageError as error:
-        if local_rank == 0:  # all ranks of a node say the same
+        if local_rank == 0:  # all ranks of a node have the same message
             print(f"train.py: {error}", file=sys.stderr)
         return 0 if isinstance(error, NothingLeft) else 2
     except KeyboardInterrupt:
@@ -790,22 +790,22 @@ def main() -> int:
         where, why = ":".join(os.environ[f"MASTER_{part}"] for part in ("ADDR", "PORT")), str(error).splitlines()[0]
         print(f"train.py: rank {rank} cannot meet the others at {where} ({why})", file=sys.stderr)
         return 4
-    if plan.config.zero_offload and plan.device.type == "cuda":  # the host updates: not with torchrun's one core
+    if plan.config.zero_offload and plan.device.type == "cuda":  # torchrun gives it one core
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     try:
         plan, run = agree(plan)
-    except UsageError as error:  # what only shows when all are there, and all have seen
+    except UsageError as error:  # shows only once all are connected, on every rank
         if rank == 0:
             print(f"train.py: {error}", file=sys.stderr)
         return 2
     code = run_to_its_end(plan, run, stop)
-    gc.collect()  # whatever still points into the group would keep its threads alive beyond the next line
+    gc.collect()  # a remaining reference to the group would keep its threads alive after the next line
     dist.destroy_process_group()
     return code
 
 
 def run_to_its_end(plan: Plan, run: Path, stop: Stop) -> int:
-    """Train; the exit code. What ends a run early is said in one line, by one rank."""
+    """Train and return the exit code. One rank prints in one line what ended a run early."""
     rank = dist.get_rank()
     try:
         if plan.config.evaluate:
@@ -827,16 +827,16 @@ def run_to_its_end(plan: Plan, run: Path, stop: Stop) -> int:
             raise
         waited_for_another_rank(error)
         sys.stdout.flush()
-        os._exit(4)  # the group cannot be left in order: others are in the middle of something
+        os._exit(4)  # no orderly exit: other ranks may be in a collective
     if left and rank == 0:
         print(f"\nstopped; go on with --resume {run}", file=sys.stderr)
     return 130 if left else 0
 
 
 def waited_for_another_rank(error: RuntimeError) -> None:
-    """Say, on one of the ranks that have waited in vain, which ranks do not wait: these are stuck or dead.
+    """Print, on one of the ranks that timed out, which ranks did not: these are stuck or dead.
 
-    Those that wait for them all come to their timeout, and write so into the store of the process group.
+    Every rank that waits for them reaches its timeout and notes that in the store of the process group.
     """
     here = Path(__file__).parent
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == here]
@@ -846,16 +846,16 @@ def waited_for_another_rank(error: RuntimeError) -> None:
     noted, answers = threading.Event(), list[list[int]]()
 
     def ask() -> None:
-        with contextlib.suppress(Exception):  # the store was in a process that is gone
+        with contextlib.suppress(Exception):  # the process with the store has ended
             store = dist.distributed_c10d._get_default_store()
             store.set_timeout(timedelta(seconds=GRACE))
             store.set(f"waited {rank}", "")
             noted.set()
-            time.sleep(GRACE)  # the others' timeouts end about now
+            time.sleep(GRACE)  # the other ranks time out about now
             answers.append([other for other in ranks if other == rank or store.check([f"waited {other}"])])
 
-    # The store knows no timeout for a process that is stuck, so a thread awaits its answer. For one that is gone it
-    # writes a stack of C++ to stderr, on every rank.
+    # A request to a store whose process is stuck has no timeout, so a thread makes it. If that process has
+    # ended, torch writes a C++ stack to stderr on every rank.
     asking, stderr = threading.Thread(target=ask, daemon=True), os.dup(2)
     sys.stderr.flush()
     with open(os.devnull, "w") as nowhere:
@@ -866,7 +866,7 @@ def waited_for_another_rank(error: RuntimeError) -> None:
     if answers:
         speaks = rank == min(answers[0])
         others = ", ".join(str(other) for other in ranks if other not in answers[0])
-    else:  # rank 0 has the store, and is stuck; or it is gone, and may have said all before
+    else:  # rank 0, which has the store, is stuck; or it has ended, and may have printed this
         first = rank == 1 or os.environ.get("LOCAL_RANK") == "0"  # one on each node
         speaks = not noted.is_set() or (asking.is_alive() and first)
         others = "0, and perhaps more"

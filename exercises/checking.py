@@ -1,12 +1,12 @@
 """The course as data, and the check of one submission.
 
-How an exercise is checked. The student's body is put into the chapter's own script, beside the chapter's own bodies of
-all other exercises, in a fresh copy of the repository; then the chapter's own tests run. So one exercise that is wrong
-does not drag down another, a student's file can change nothing outside its fences, and tests are never the student's.
+How an exercise is checked. The student's body is put into the chapter's script, with the chapter's bodies of
+all other exercises, in a new copy of the repository; then the chapter's tests run. So a wrong exercise does
+not affect another, a student's file can change nothing outside its fences, and tests are never the student's.
 
-Which tests: those that catch the planted mistakes of this exercise, those that its statement names, and a few more of
-those that run it, as `reach.py` reads from the text. Before a pass is believed, known mistakes are planted *beside* the
-student's bodies; a submission with which they go unnoticed has broken the tests, not passed them.
+The tests are those that catch the planted mistakes of this exercise, those that its statement names, and a
+few more that run it, as `reach.py` finds. Before a pass is accepted, known mistakes are planted *beside* the
+student's bodies; a submission with which they are not caught has broken the tests, not passed them.
 """
 
 import ast
@@ -38,12 +38,12 @@ LEVELS = ("easy", "medium", "hard")
 
 
 class CourseError(ValueError):
-    """What a person asked for cannot be done; the message is one line that says why and what would be right."""
+    """A request that cannot be met; the message is one line that says why and what would be right."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A right solution that is written differently from the chapter's."""
+    """A correct solution that differs from the chapter's."""
 
     exercise: str
     body: str
@@ -52,7 +52,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a test asks of one exercise, as a hint for mistakes that are not listed."""
+    """What a test requires of one exercise, as a hint for mistakes that are not listed."""
 
     exercise: str
     test: str  # "test_messages_are_in_flight"
@@ -74,17 +74,17 @@ class Script:
 
     @property
     def within(self) -> str:
-        """Where it lies in its chapter: "zero.py", "in_depth/zero3.py"."""
+        """Its path in its chapter: "zero.py", "in_depth/zero3.py"."""
         return self.path.partition("/")[2]
 
     def catching(self, number: str) -> list[str]:
-        """The tests that catch the mistakes of an exercise: "test_collectives.py::test_every_rank_can_be_the_root". The
-        one that catches most is the most likely to fail, and comes first."""
+        """The tests that catch an exercise's mistakes: "test_collectives.py::test_every_rank_can_be_the_root". The
+        one that catches most is the most likely to fail, so it is first."""
         return [test for test, _ in Counter(m.caught_by for m in self.mistakes if m.exercise == number).most_common()]
 
     @property
     def test_files(self) -> list[str]:
-        """Those of its own and those that its mistakes name."""
+        """Its own test files and those that its mistakes name."""
         named = [m.caught_by.partition("::")[0] for m in self.mistakes]
         return list(dict.fromkeys([f"test_{Path(self.name).stem}.py", *named]))
 
@@ -102,13 +102,13 @@ class Chapter:
 
     @property
     def exercises(self) -> dict[str, tuple[Script, Fence]]:
-        """In the order of their numbers, which is the order to do them in."""
+        """All exercises in the order of their numbers, which is the order to do them in."""
         found = {n: (script, fence) for script in self.scripts for n, fence in script.fences.items()}
         return {n: found[n] for n in sorted(found, key=_key)}
 
     @property
     def core(self) -> list[str]:
-        """Those of its core file; from 21 on they are in depth."""
+        """The exercises of its core file; from 21 on they are in depth."""
         return [number for number in self.exercises if _key(number)[1] < 21]
 
     def statement(self, number: str) -> str:
@@ -124,15 +124,15 @@ class Chapter:
         return [*script.catching(number), *self.more(number)]
 
     def more(self, number: str, most: int = 3) -> list[str]:
-        """Of the tests that run an exercise, besides those that catch its mistakes: all that the README calls decisive,
-        and up to `most` in all. Those that catch other mistakes come first, then the nearest; none that takes long."""
+        """More tests that run an exercise, besides those that catch its mistakes: the README's decisive ones,
+        and up to `most` in all. First those that catch other mistakes, then the nearest; no long ones."""
         script, _ = self.exercises[number]
         known = {_claim(mistake.caught_by) for mistake in script.mistakes}
         own = {_claim(test) for test in script.catching(number)}
         running = [test for test in self.running(number) if test not in own]
         decisive = []
         for name, bracket, parameters in (name.partition("[") for name in self.decisive(number)):
-            caught = [] if bracket else own  # of a test that catches mistakes with some parameters, others may be named
+            caught = [] if bracket else own  # other parameters of a test that catches mistakes may be named
             tests = [test for test in self.running(number) if test not in (*caught, *script.catching(number))]
             decisive += [f"{test}{bracket}{parameters}" for test in tests if test.partition("::")[2].startswith(name)]
         decisive = [test for test in dict.fromkeys(decisive) if test not in script.catching(number)]
@@ -143,8 +143,8 @@ class Chapter:
         return [*decisive, *quick[: max(0, most - len(decisive))]] or ([] if own else script.test_files)
 
     def running(self, number: str) -> dict[str, int]:
-        """The tests that run an exercise, each with the number of steps to it, nearest first. A compiler for CUDA does
-        not tell: there it is all tests."""
+        """The tests that run an exercise, each with its distance, nearest first. For CUDA it is not known:
+        there it is all tests."""
         if number not in self._running:
             script, fence = self.exercises[number]
             files = [file.removesuffix(".py") for file in script.test_files]
@@ -160,7 +160,7 @@ class Chapter:
         return {}
 
     def decisive(self, number: str) -> list[str]:
-        """How the names of the tests begin that the README calls decisive: `test_x_...`, `test_y[3]`, or "the same"."""
+        """Prefixes of the tests that the README calls decisive: `test_x_...`, `test_y[3]`, or "the same"."""
         return self._decisive[number]
 
     @cached_property
@@ -179,8 +179,8 @@ class Chapter:
 
 
 class Course:
-    """All chapters with exercises, read once: what a submission does to the files afterwards changes nothing here.
-    With `only`, a name as `chapter` takes it, that one alone: to read all takes a second."""
+    """All chapters with exercises, read once, so that later changes of the files by a submission have no
+    effect. With `only`, a name as for `chapter`, just that one, since reading all takes a second."""
 
     def __init__(self, root: Path = ROOT, only: str = "") -> None:
         self.root = root
@@ -225,9 +225,9 @@ class Course:
         return name
 
     def graded(self, judge: Judge, chapter: Chapter, number: str, changes: Mapping[str, str], **more: Any) -> Outcome:
-        """What the tests of an exercise say of a copy with these changes. `more` is for `Judge.run`."""
+        """The result of an exercise's tests in a copy with these changes. `more` is for `Judge.run`."""
         paths = {test: self.test_path(chapter, test) for test in chapter.tests(number)}
-        known = len(chapter.exercises[number][0].catching(number))  # each of these may know the mistake
+        known = len(chapter.exercises[number][0].catching(number))  # each of these may identify the mistake
         few = [paths[test] for test in chapter.more(number)]
         return judge.run(changes, list(paths.values()), enough=max(3, known), few=few, **more)
 
@@ -243,7 +243,7 @@ class Course:
 
 @dataclass
 class Submission:
-    """What a student wrote in a chapter's scripts, and what cannot be used of it."""
+    """What a student wrote in a chapter's scripts, and what of it cannot be used."""
 
     bodies: dict[str, str] = field(default_factory=dict)  # by exercise
     refused: dict[str, str] = field(default_factory=dict)  # by exercise: why, in one line
@@ -252,12 +252,12 @@ class Submission:
 
 
 def read_submission(chapter: Chapter, folder: Path, screened: bool = True, only: str | None = None) -> Submission:
-    """Find the student's bodies, of all exercises or of `only` one. Whatever is wrong with a file concerns only the
-    exercises it is wrong for."""
+    """Find the student's bodies, of all exercises or of `only` one. An error in a file affects only the
+    exercises it belongs to."""
     submission = Submission()
     for script in chapter.scripts:
         path, text, why = folder / script.within, "", ""
-        try:  # no link leads out
+        try:  # no link may lead outside
             inside = os.path.realpath(path) == os.path.join(os.path.realpath(folder), script.within)
             if not path.exists():
                 why = "is not there"
@@ -349,7 +349,7 @@ class Report:
     chapter: str
     rows: list[Row]
     warnings: list[str] = field(default_factory=list)
-    rejected: str = ""  # why nothing of this submission can be believed
+    rejected: str = ""  # why no result of this submission can be trusted
 
     @property
     def all_passed(self) -> bool:
@@ -367,14 +367,14 @@ def check(
     apart: bool = False,
     first: Callable[[Row], None] | None = None,
 ) -> Report:
-    """Check the exercises `numbers`, or all. `show` is called with each row when it is decided;
-    a pass is final when the report is there, for only then it is confirmed. `first` is called with the row of an
-    exercise when its first test has failed: the hint comes later, when all that may know the mistake have been asked.
+    """Check the exercises `numbers`, or all. `show` is called with each row when it is decided; a pass is
+    final only with the report, because it is confirmed at the end. `first` is called with an exercise's row
+    when its first test has failed: the hint follows when all tests that may identify the mistake have run.
 
-    Two judges work side by side. Only a caller that trusts all its submissions gives one, to be spared the seconds that
-    it takes to start. A submission that is given as a function is read in these seconds. With `apart` there is one, new
-    for each exercise, so that what runs beside the chapter's solution of the next cannot keep it, and each pass is
-    looked at from outside.
+    Two judges work in parallel. A caller that trusts all its submissions may pass one, to save the seconds of
+    its start. A submission that is given as a function is read in these seconds. With `apart` there is one
+    judge, new for each exercise, so that no code of one exercise can see the chapter's solution of the next,
+    and each pass is verified from outside.
     """
     wanted = list(chapter.exercises) if numbers is None else list(numbers)
     with judges(course, limits, judge, 1 if apart else 2) as ask:
@@ -387,7 +387,7 @@ def check(
             row = _row(chapter, number)
             if not report.rejected:
                 row, report.rejected = answer.result()
-                if row.doubtful:  # beside other work it may only have been slow: again, and alone
+                if row.doubtful:  # it may only have been slow beside other work: repeat it alone
                     wait(answers.values())
                     row, report.rejected = ask(_decide, course, chapter, submission, number, apart, None).result()
             else:
@@ -406,13 +406,13 @@ def check(
 
 @contextmanager
 def judges(course: Course, limits: Limits | None, judge: Judge | None, most: int) -> Iterator[Callable[..., Future]]:
-    """A function that has something called with a judge as its last argument, as soon as one of them is free.
+    """A function that schedules a call with a judge as its last argument, as soon as a judge is free.
 
-    It is `judge`, or as many new ones as may work side by side: where there are no cells, nobody could say whose an
-    orphan is, so there it is one.
+    It is `judge`, or as many new ones as may work in parallel: only one where there are no cells, because the
+    owner of an orphan process would be unknown.
     """
     own = [] if judge else [Judge(course.files, limits) for _ in range(1 if no_cell() else most)]
-    free: LifoQueue[Judge] = LifoQueue()  # one that is warm before one that is not
+    free: LifoQueue[Judge] = LifoQueue()  # warm ones first
     for one in own or [judge]:
         free.put(one)
 
@@ -428,7 +428,7 @@ def judges(course: Course, limits: Limits | None, judge: Judge | None, most: int
         yield partial(pool.submit, turn)
     finally:
         for one in own:
-            one.deadline = 0.0  # nobody waits any more for what is still under way
+            one.deadline = 0.0  # the pending runs are no longer needed
         pool.shutdown(cancel_futures=True)
         for one in own:
             one.close()
@@ -447,7 +447,7 @@ def _decide(
     first: Callable[[Row], None] | None,
     judge: Judge,
 ) -> tuple[Row, str]:
-    """The row of one exercise, and why the whole submission is rejected, if it is."""
+    """The row of one exercise, and why the entire submission is rejected, if it is."""
     row, why = _row(chapter, number), ""
     script, fence = chapter.exercises[number]
     if number in submission.refused:
@@ -474,7 +474,7 @@ def _judge_one(
     first: Callable[[Row], None] | None,
     judge: Judge,
 ) -> str:
-    """Fill in the row. Returns why the whole submission is rejected, if it is."""
+    """Fill in the row. Returns why the entire submission is rejected, if it is."""
 
     def heard(result: Result) -> None:
         if first and row.status != "failed" and not result.passed and not TRANSPORT.search(result.message):
@@ -513,7 +513,7 @@ TRANSPORT = re.compile(r"gloo/transport|Connection (closed|reset|refused|timed o
 
 
 def unwell(course: Course, chapter: Chapter, test: str, judge: Judge) -> str:
-    """After a hang or a broken connection: do the chapter's own lines pass here? If not, it is the machine."""
+    """After a hang or a broken connection: do the chapter's lines pass? If not, the machine is at fault."""
     control = judge.run({}, [course.test_path(chapter, test)], enough=1)
     if control.results and all(result.passed for result in control.results):
         return ""
@@ -522,9 +522,9 @@ def unwell(course: Course, chapter: Chapter, test: str, judge: Judge) -> str:
 
 
 def from_outside(course: Course, chapter: Chapter, script: Script, body: str, row: Row, judge: Judge) -> str:
-    """Run the tests of a pass again, with these lines in the ranks only: the process that compares never had them.
+    """Repeat the tests of a pass with these lines only in the ranks; the comparing process never runs them.
 
-    "" or why the pass is not believed. What fails so with the chapter's own lines, too, or not again, says nothing.
+    "" or why the pass is not accepted. A failure that the chapter's lines share, or only once, is ignored.
     """
     paths = {test: course.test_path(chapter, test) for test in chapter.tests(row.number)}
     tests = [t for t, path in paths.items() if b"run_ranks" in course.files.get(path.partition("::")[0], b"")]
@@ -551,11 +551,11 @@ def unanswered(tests: Sequence[str], outcome: Outcome) -> list[str]:
 
 
 def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], warnings: list[str], judge: Judge) -> str:
-    """Would a mistake be noticed beside these bodies? Returns "" or why the passes are not believed.
+    """Would a mistake be caught beside these bodies? Returns "" or why the passes are not accepted.
 
-    First all bodies together must pass one test of each exercise: alone, each was beside the chapter's own. Then known
-    mistakes are planted in what the student does not own, and the tests that catch them must turn red. What the machine
-    is to blame for is a warning.
+    First all bodies together must pass one test of each exercise, since each was tested with the chapter's
+    own. Then known mistakes are planted outside the student's bodies, and the tests that catch them must
+    fail. Failures of the machine are warnings.
     """
     for script in chapter.scripts:
         mine = {number: body for number, body in bodies.items() if number in script.fences}
@@ -593,10 +593,10 @@ def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], warning
 def controls(chapter: Chapter, script: Script, bodies: Mapping[str, str]) -> list[Mistake]:
     """Mistakes to plant beside `bodies`: for each of these exercises one whose test runs it, if there is one.
 
-    A mistake in an exercise replaces the student's body there, so it vouches for all exercises but its own. That a test
-    runs an exercise is certain if it catches a mistake in it, else likely if it is near.
+    A mistake in an exercise replaces the student's body there, so it is evidence for all exercises but its
+    own. A test certainly runs an exercise if it catches a mistake in it; if it is near, it probably does.
     """
-    vouching: dict[str, dict[Mistake, int]] = {}  # exercise -> mistakes that can vouch for it, with the distance
+    vouching: dict[str, dict[Mistake, int]] = {}  # exercise -> mistakes that are evidence for it, by distance
     for number in bodies:
         sure, near = script.catching(number), chapter.running(number)
         others = [m for m in script.mistakes if m.exercise != number]
@@ -617,12 +617,12 @@ def controls(chapter: Chapter, script: Script, bodies: Mapping[str, str]) -> lis
 
 
 def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str, str]) -> Mistake | None:
-    """The planted mistake that this body is, or else one that shows in the same way; None rather than a wrong one.
+    """The planted mistake that this body is, or one with the same symptom; None rather than a wrong one.
 
-    `failed` has the message of each test that failed. What went wrong says more than how it is written: if one mistake
-    and only one made the same test say the same tensor and the same numbers, it is that. Of several that did, or of
-    those of which nobody knows what they say, it is the one in the same statements whose text is nearest, if that is
-    nearer than the chapter's own. A mistake that makes a test say something else is not what happened here.
+    `failed` has the message of each failed test. A symptom is better evidence than the text: if exactly one
+    mistake made the same test report the same tensor and numbers, it is that one. Of several such mistakes,
+    or of mistakes without a known symptom, it is the one in the same statements with the most similar text,
+    if that is more similar than the chapter's own. A mistake with another symptom is excluded.
     """
     mistakes = [m for m in script.mistakes if m.exercise == number]
     cuda = script.fences[number].cuda
@@ -631,7 +631,7 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     for mistake, text in bodies.items():
         if text == mine:
             return mistake
-    claims: dict[str, list[str]] = {}  # what each test said, for each of its parameters
+    claims: dict[str, list[str]] = {}  # messages of each test, for each of its parameters
     for test, message in failed.items():
         claims.setdefault(_claim(test), []).append(symptom(message))
     says = {m: claims.get(_claim(m.caught_by), []) for m in mistakes if m.symptom}
@@ -649,38 +649,38 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     best = max(likeness, key=lambda m: likeness[m], default=None)
     if best is None:
         return None
-    telling = re.search(r"\d|^(?!assert |$)", best.symptom)  # many mistakes say no more than "assert False"
-    least = 0.0 if telling else max(_likeness(mine, own), 0.5)  # what fails in the same way need not look alike
+    telling = re.search(r"\d|^(?!assert |$)", best.symptom)  # many mistakes only report "assert False"
+    least = 0.0 if telling else max(_likeness(mine, own), 0.5)  # same symptom, any text
     return best if likeness[best] > least else None
 
 
 def _changed_lines(own: str, other: str) -> set[int]:
-    """Which lines of the chapter's normal text are not in the other. One that is put in counts for its neighbours."""
+    """Lines of the chapter's normal text that are not in the other. Insertions count for their neighbours."""
     a, b = own.splitlines(), other.splitlines()
     codes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
     return {n for kind, i, j, *_ in codes if kind != "equal" for n in (range(i, j) if i < j else (i - 1, i))}
 
 
 def symptom(message: str) -> str:
-    """A failure's first line with numbers to three digits: the same for the same mistake, on any machine, any day."""
+    """A failure's first line with numbers to three digits: the same for the same mistake on every machine."""
     number = r"(?<![\w.])\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.]*[a-z_])"
-    timeless = re.sub(r"\[[A-Z]\d{4} [\d:.]+", "[", first_lines(message))  # the stamp of a line of torch's log
-    timeless = re.sub(r"\[[\da-f.:]+\]:\d+", "[address]", timeless)  # a port is another one every time
+    timeless = re.sub(r"\[[A-Z]\d{4} [\d:.]+", "[", first_lines(message))  # the time stamp of torch's log
+    timeless = re.sub(r"\[[\da-f.:]+\]:\d+", "[address]", timeless)  # ports differ from run to run
     line = re.sub(number, lambda m: f"{float(m[0]):.2e}", timeless)
     return " ".join(line.split())
 
 
 def _on_any_rank(symptom: str) -> str:
-    """Which of several ranks says it first is chance."""
+    """Remove the rank, since the first of several ranks to report is random."""
     return re.sub(r"\brank ?\d+", "a rank", symptom)
 
 
 def same_symptom(a: str, b: str, exact: bool = False) -> bool:
-    """Whether a hint that is chosen by one is right for the other: the same words, and numbers within a tenth. With
-    `exact`, large whole numbers have to agree: a count of bytes that is another by 3 % is another mistake.
+    """Whether a hint for one symptom is right for the other: the same words, and numbers within a tenth. With
+    `exact`, large integers must agree: a byte count that differs by 3 % is another mistake.
 
-    Of an exception the name and most of the words count: some may be those of another version of torch. Which of
-    several ranks says it first is chance, and each has numbers of its own: said by two ranks, only the words count.
+    Of an exception the name and most of the words count, since torch's versions differ. The first of several
+    ranks to report is random, and each has its own numbers: if the ranks differ, only the words count.
     """
     error = r"([A-Z]\w*(?:Error|Exception))\b"
     names = [match and match[1] for match in (re.match(error, a), re.match(error, b))]
@@ -710,7 +710,7 @@ def _likeness(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, re.findall(r"\w+|\S", a), re.findall(r"\w+|\S", b), autojunk=False).ratio()
 
 
-SAYS = {  # what a failure's own words are about, whoever's lines they are
+SAYS = {  # the meaning of a failure's own words, in any code
     r"(NameError|UnboundLocalError)\b": "Your lines, or those behind them, use a name that nobody has given a value.",
     r"ranks \[.*\] of (?!1 ).*still running": "A rank waits for a message that nobody sends. Write down for each rank "
     "which sends, receives and collectives it starts, in their order: the first line that differs is the place.",
@@ -722,7 +722,7 @@ SAYS = {  # what a failure's own words are about, whoever's lines they are
     "written: what may be empty, masked, or still on its way?",
     r": None, but should be": "Nothing has arrived there at all: who should have written it, and when?",
 }
-FACTORS = {  # what may be counted twice, and what a script with such things contains
+FACTORS = {  # what may be counted twice, and a pattern of scripts that have it
     "ranks": r"dist\.",
     "micro-batches": "micro_batch",
     "scales such as 1/sqrt(D)": r"sqrt|\*\* -0\.5",
@@ -731,7 +731,7 @@ FACTORS = {  # what may be counted twice, and what a script with such things con
 
 
 def general_hint(chapter: Chapter, script: Script, row: Row, test: str = "") -> str:
-    """For a mistake of the student's own: what the failure says by itself, what the test asks, and where to read."""
+    """For a mistake that is not listed: the failure's message, what the test requires, and where to read."""
     fence, name = script.fences[row.number], _claim(test).partition("::")[2]
     asked = next((claim.hint for claim in script.claims if (claim.exercise, claim.test) == (row.number, name)), "")
     said = next((words for pattern, words in SAYS.items() if re.search(pattern, row.detail)), "")
@@ -751,8 +751,8 @@ def sentence(test: str) -> str:
 
 
 def told(message: str) -> str:
-    """A failure as a student reads it: its first line; what was compared, where the line does not say it; and the first
-    entry that differs."""
+    """A failure as shown to a student: its first line; what was compared, if the line does not say it; and
+    the first entry that differs."""
     line, more = first_lines(message, most=700), message.splitlines()
     source = next((text.removeprefix(SOURCE + "assert ") for text in more if text.startswith(SOURCE + "assert ")), "")
     if source and re.match("assert |AssertionError$", line):
@@ -766,7 +766,7 @@ SOURCE = "source: "  # judge.py puts it before the statement that failed
 
 
 def first_lines(message: str, most: int = 240) -> str:
-    """The numbers of a failure in one line: its first line without the exception's name."""
+    """A failure in one line: its first line without the exception's name."""
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith(SOURCE)]
     lines = lines or ["no message"]
     line = lines[-1 if "Traceback (most" in lines[0] else 0]
@@ -776,7 +776,7 @@ def first_lines(message: str, most: int = 240) -> str:
 
 
 def _names(folder: str) -> tuple[str, str, str]:
-    """What a chapter may be called."""
+    """The accepted names of a chapter."""
     return folder, folder[:2], folder[:2].lstrip("0")
 
 

@@ -1,7 +1,7 @@
 """The course: start the exercises of a chapter, check what you wrote, grade a class.
 
     python exercises/course.py list               all exercises, with their level
-    python exercises/course.py start 02           student/02_data_parallel: the chapter with its heart taken out
+    python exercises/course.py start 02           student/02_data_parallel: the chapter without the exercises' bodies
     python exercises/course.py check 02           which of your exercises are right?  check 02 2.3: only this one
     python exercises/course.py progress           which of all exercises have passed so far?
     python exercises/course.py diff 02 2.3        your lines beside the chapter's (this shows the solution)
@@ -10,7 +10,7 @@
 
 `check` ends with exit code 0 if the core, or the exercise that was named, has passed and nothing that you wrote has
 failed, else 1. A wrong argument is one line and exit code 2.
-How it works is told in README.md and at the top of checking.py, sandbox.py, judge.py and screen.py.
+README.md and the tops of checking.py, sandbox.py, judge.py and screen.py explain how it works.
 """
 
 import argparse
@@ -51,7 +51,7 @@ COLUMNS = ("submission", "chapter", "exercise", "level", "status", "claim", "det
 
 
 def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -> str:
-    """Make `folder`: the chapter without tests, benchmarks, bodies and lists of mistakes. Returns what to say."""
+    """Make `folder`: the chapter without tests, benchmarks, bodies, lists of mistakes. Returns a message."""
     if folder.exists() and not again:
         again_ = f"`python exercises/course.py start --again {chapter.folder[:2]}`"
         raise CourseError(f"{folder} exists and is left as it is; {again_} puts it aside and begins anew")
@@ -78,17 +78,17 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
 
 
 def stub(script: Script, fence: fences.Fence) -> str:
-    """What is there in place of a body to begin with, and the names that it has to leave."""
+    """The initial text in place of a body, with the names that the body must define."""
     left = [] if fence.cuda else leaves(script.text, fence)
     return f"# leave: {', '.join(left)}\n" * bool(left) + fences.stub(fence)
 
 
 def leaves(text: str, fence: fences.Fence) -> list[str]:
-    """Names to which a body gives a value that the lines behind it, in the same function, use before they set it."""
+    """Names that a body defines and the lines after it, in the same function, use before they set them."""
     nodes = [node for statement in fences.parse(fence.body) for node in ast.walk(statement)]
     given = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     around = [f for f in _functions(text) if f.lineno < fence.first and (f.end_lineno or 0) >= fence.last - 1]
-    events: list[tuple[int, int, str, bool]] = []  # line, column, name, whether it is read there
+    events: list[tuple[int, int, str, bool]] = []  # line, column, name, whether it is read
     for node in (node for f in around[-1:] for node in ast.walk(f) if getattr(node, "lineno", 0) > fence.last):
         line, column, targets = node.lineno, node.col_offset - 1, []
         if isinstance(node, ast.Assign):
@@ -111,7 +111,7 @@ def _functions(text: str) -> list[ast.FunctionDef]:
 
 
 def reset(chapter: Chapter, number: str, folder: Path) -> str:
-    """Put the stub of one exercise back. The file as it was is kept beside it."""
+    """Restore the stub of one exercise. A copy of the old file is kept beside it."""
     script, fence = chapter.exercises[number]
     path = folder / script.within
     if not folder.is_dir():
@@ -121,7 +121,7 @@ def reset(chapter: Chapter, number: str, folder: Path) -> str:
     begun = {number: stub(script, fence)}
     if number in found and found[number].inside == fence.inside and not problems:
         new, what = fences.splice(text, begun), "only its lines changed"
-    else:  # the fence is gone or no longer where it was: the chapter's file again, with the other bodies kept
+    else:  # the fence is missing or moved: take the chapter's file, with the other bodies
         kept = {n: found[n].body if n in found else stub(script, f) for n, f in script.fences.items()}
         new, what = fences.splice(script.text, kept | begun), "your other exercises are as they were"
     said = f"{path}: exercise {number} begins again, {what}"
@@ -183,7 +183,7 @@ def submissions_in(course: Course, folder: Path) -> list[tuple[str, Chapter, Pat
         raise CourseError(f"{folder} is not a folder; give one with a subfolder for each submission")
     found = []
     for student in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
-        name = student.name.encode("unicode_escape").decode()  # also one with a line break is one line
+        name = student.name.encode("unicode_escape").decode()  # one line, even if it has a line break
         try:
             there = {path.name for path in student.iterdir() if path.is_dir() and not path.is_symlink()}
             why = "" if there & set(course.chapters) else "holds no folder of a chapter"
@@ -207,13 +207,13 @@ def grade(course: Course, folder: Path, limits: Limits | None = None, unsafe: bo
             "if you trust who wrote them, grade them with --unsafe"
         )
     submissions = submissions_in(course, folder)
-    write_grades(rows, folder)  # before anything is checked: can it be written?
+    write_grades(rows, folder)  # fail early if it cannot be written
     for name, chapter, where in submissions:
         try:
             submission = read_submission(chapter, where)
             bodies.setdefault(name, {}).update(written(chapter, submission.bodies))
             report = check(course, chapter, submission, limits=limits, apart=True)
-        except Exception as error:  # one submission that confuses the checker must not cost the others their grade
+        except Exception as error:  # an error of the checker in one submission must not affect the others
             rows_ = [Row(n, fence.title, chapter.level(n)) for n, (_, fence) in chapter.exercises.items()]
             report = Report(chapter.folder, rows_, rejected=f"the checker failed: {type(error).__name__}: {error}")
         passed = sum(row.status == "passed" for row in report.rows)
@@ -222,7 +222,7 @@ def grade(course: Course, folder: Path, limits: Limits | None = None, unsafe: bo
             detail = row.detail or (report.rejected if row.status == "not reached" else "")
             values = (name, chapter.folder, row.number, row.level, row.status, row.claim, detail, row.hint)
             rows.append(dict(zip(COLUMNS, values, strict=True)))
-        write_grades(rows, folder)  # after each, so that an interrupted run has what it had
+        write_grades(rows, folder)  # after each, so that an interrupted run keeps its results
     (folder / "class.md").write_text(class_page(rows, bodies), encoding="utf-8")
     return rows
 
@@ -271,15 +271,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end)
     try:
         named = Course(only=getattr(arguments, "chapter", ""))
-        return run(arguments, named if named.chapters else Course())  # whose message names the chapters there are
+        return run(arguments, named if named.chapters else Course())  # which names the chapters
     except (CourseError, JudgeError, OSError) as error:
         print(f"course.py: {error}", file=sys.stderr)
         return 2
 
 
 def end(*_: object) -> NoReturn:
-    """An exception, so that what was started is ended. `make`, or whatever ends a whole group of processes, may ask
-    twice, and the second time must not break off the cleaning up."""
+    """Raise an exception, so that started processes are ended. `make`, or anything that ends a process group,
+    may signal twice; the second signal must not interrupt the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(143)
 
@@ -316,7 +316,7 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
         shown.extend(row_lines(row))
         print(*shown, sep="\n", flush=True)
 
-    def show(row: Row) -> None:  # in the core file, a line for each exercise in depth would only distract
+    def show(row: Row) -> None:  # exercises in depth are left out of the core file's list
         if row.status == "not done" and row.number not in (number, *chapter.core):
             later.append(row.number)
         else:

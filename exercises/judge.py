@@ -1,12 +1,12 @@
-"""The side of the checker that runs what students wrote. `sandbox.py` starts it, limits it and reads its answers.
+"""The part of the checker that runs students' code. `sandbox.py` starts it, limits it and reads its results.
 
 A request is one line of JSON on standard input: {"nonce", "copy", "tests"}. The tests are run by pytest in that copy of
 the repository; the answer is one line of JSON per test, as soon as it is done, and a last one with "done". Each repeats
-the nonce of its request. The answers have the pipe for themselves: whatever is printed goes to /dev/null.
+the nonce of its request. The pipe has only answers: all printed output goes to /dev/null.
 
-This process and the ranks it starts execute code that is not trusted, so nothing it says is believed as such:
-see "What the checker can be trusted with" in exercises/README.md. With "theirs", a folder, only the ranks run the
-student's script, which lies there, and this process, in which the tests compare, runs the chapter's.
+This process and the ranks it starts execute code that is not trusted, so its answers are not trusted by
+themselves: see "What the checker can be trusted with" in exercises/README.md. With "theirs", a folder, only
+the ranks run the student's script in it, and this process, in which the tests compare, runs the chapter's.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from module_cache import PRELOAD, forget_modules  # sandbox.py puts it beside this file
+from module_cache import PRELOAD, forget_modules  # sandbox.py copies it beside this file
 
 LONGEST_MESSAGE = 4000  # characters of a failure that are passed on
-TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # what decides whether a test passes
-PLAIN = {  # what a rank may send besides numbers, texts and classes that only hold values
+TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # these decide on a pass
+PLAIN = {  # what a rank may send besides numbers, texts and plain classes
     *(f"builtins.{name}" for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")),
     *(f"collections.{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")),
     *(f"torch._utils._rebuild_{what}" for what in ("parameter", "tensor_v2", "meta_tensor_no_storage")),
@@ -43,7 +43,7 @@ PLAIN = {  # what a rank may send besides numbers, texts and classes that only h
 
 
 class Recorder:
-    """A pytest plugin that reports each test and stops the run when going on is of no use."""
+    """A pytest plugin that reports each test and stops the run when more tests are of no use."""
 
     def __init__(self, answer: Any, hang: float, enough: int, few: set[str]) -> None:
         self.answer, self.hang, self.enough, self.few = answer, hang, enough, few
@@ -77,7 +77,7 @@ class Recorder:
         seconds = time.monotonic() - self.began
         passed = report.passed and not hasattr(report, "wasxfail")  # a skipped test has not passed
         file, _, name = report.nodeid.partition("::")
-        test = f"{Path(file).name}::{name}"  # from whichever folder
+        test = f"{Path(file).name}::{name}"  # from any folder
         outcome = "passed" if passed else "failed" if report.when == "call" else "broken"
         self.answer(test=test, outcome=outcome, message=message_of(report), seconds=seconds)
         if not passed:
@@ -91,7 +91,7 @@ class Recorder:
 
 
 def message_of(report: Any) -> str:
-    """The exception's own words. For an error in a rank, those of the rank."""
+    """The exception's own message. For an error in a rank, the rank's."""
     if report.passed:
         return ""
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -112,10 +112,10 @@ def message_of(report: Any) -> str:
 
 
 class Plain(pickle.Unpickler):
-    """Reads data, and runs no code: what a rank sends may be written by whoever wrote what ran in it."""
+    """Reads data without running code, since a rank's messages may come from the student's code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):  # a pickle in the pickle
+        if (module, name) == ("torch.storage", "_load_from_bytes"):  # a nested pickle
             return lambda data: sys.modules["torch"].load(io.BytesIO(data), weights_only=True)
         value: Any = sys.modules.get(module)
         for part in name.split("."):
@@ -127,9 +127,9 @@ class Plain(pickle.Unpickler):
 
 
 def run_theirs(folder: str, call: bytes) -> Any:
-    """In a rank: what a test calls there, with the student's script in place of the chapter's."""
+    """In a rank: run the test's function, with the student's script in place of the chapter's."""
     sys.path.insert(0, folder)
-    for script in Path(folder).glob("*.py"):  # now, before the test's module puts folders of its own in front
+    for script in Path(folder).glob("*.py"):  # now, before the test's module puts its folders first
         importlib.import_module(script.stem)
     fn, args, kwargs = pickle.loads(call)
     return fn(*args, **kwargs)
@@ -137,7 +137,7 @@ def run_theirs(folder: str, call: bytes) -> Any:
 
 @contextlib.contextmanager
 def theirs_in_ranks(folder: str) -> Iterator[None]:
-    """In here the ranks run the script of `folder`, and this process takes nothing but plain values from them."""
+    """Inside, the ranks run the script of `folder`, and this process accepts only plain values from them."""
     ranks: Any = sys.modules.get("harness.ranks")
     if not folder or ranks is None:
         yield
@@ -147,7 +147,7 @@ def theirs_in_ranks(folder: str) -> Iterator[None]:
     def call(world_size: int, fn: Any, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
         try:
             return run(world_size, run_theirs, (folder, pickle.dumps((fn, args, kwargs))), {}, timeout)
-        except BaseException:  # refused words leave ranks that wait for an answer
+        except BaseException:  # a refused message leaves ranks that wait for an answer
             ranks._pool.stop()
             raise
 
@@ -163,7 +163,7 @@ def theirs_in_ranks(folder: str) -> Iterator[None]:
 def tools() -> dict[str, str]:
     """A fingerprint of each function and class that decides whether a test passes, the same in every process.
 
-    Code that is replaced or changed while a submission runs shows as a difference.
+    If a submission replaces or changes code while it runs, the fingerprint differs.
     """
     prints: dict[str, str] = {}
     for module_name, module in list(sys.modules.items()):
@@ -188,14 +188,14 @@ def _fingerprints(name: str, value: Any) -> dict[str, str]:
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Names whose code is another than before; what was imported since is not a change."""
+    """Names whose code has changed; later imports are not changes."""
     return sorted(name for name, was in before.items() if after.get(name) != was)
 
 
 def limit(file_bytes: int, data_bytes: int, cpu_seconds: int, threads: int) -> None:
-    """For this process and all its children. They cannot raise them again (unless they are root).
+    """Set limits for this process and all its children. They cannot raise them again (unless they are root).
 
-    `threads` is for all processes of this user together: 0, no limit, where these are not only ours.
+    `threads` is for all processes of this user together: 0, no limit, if the user has other processes.
     """
     for kind, most in (
         (resource.RLIMIT_FSIZE, file_bytes),
@@ -209,14 +209,14 @@ def limit(file_bytes: int, data_bytes: int, cpu_seconds: int, threads: int) -> N
 
 
 def fork(_path: str, arguments: list[str], keep: list[int]) -> int:
-    """What `util.spawnv_passfds` does for `python -c CODE`, but in a copy of this process: it has imported all already.
+    """Like `util.spawnv_passfds` for `python -c CODE`, but in a fork of this process with all its imports.
 
-    So the seconds of these imports are spent once, and neither the server of the ranks nor a rank pays for them.
+    So these imports are done once, and neither the server of the ranks nor a rank repeats them.
     """
     if pid := os.fork():
         return pid
     try:
-        for fd in set(range(3, 256)) - set(keep):  # above all the pipe of the results
+        for fd in set(range(3, 256)) - set(keep):  # especially the pipe of the results
             with contextlib.suppress(OSError):
                 os.close(fd)
         exec(arguments[-1])
@@ -236,8 +236,8 @@ def main() -> None:
 
     unwell = ""
     if Path("../judge/tests/harness/ranks.py").exists():
-        # Ranks are forked from a server. With the harness in it, no rank looks for the harness in the copy of the run
-        # that started it, which is gone when a later run needs one more of its modules.
+        # Ranks are forked from a server. With the harness in it, no rank imports the harness from the copy of
+        # the run that started it, which no longer exists when a later run needs another of its modules.
         preload = [*PRELOAD, "harness.meter", "harness.reference", "harness.ranks"]
         for name in preload:
             importlib.import_module(name)
@@ -252,9 +252,9 @@ def main() -> None:
         torch.set_num_threads(1)
         harness.ranks.use_fresh_modules()
         unwell = "" if trusted else harness.ranks.preflight()
-    if sys.platform == "linux":  # no rank reads or writes this process's memory, nor its pipe: PR_SET_DUMPABLE
+    if sys.platform == "linux":  # no rank can access this process's memory or pipe: PR_SET_DUMPABLE
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
-    gc.freeze()  # what is imported so far is never garbage: pytest's collections at the end of each run skip it
+    gc.freeze()  # imported modules are never garbage: pytest's collections after each run skip them
     search_path, modules = list(sys.path), set(sys.modules)
     before = {} if trusted else tools()
     print(json.dumps({"unwell": unwell}), file=pipe)
@@ -272,7 +272,7 @@ def main() -> None:
             pytest.main([*arguments, *(f"{copy}/{test}" for test in request["tests"])], plugins=[recorder])
         sys.path[:] = search_path
         forget_modules(modules)
-        shared = before and not request["theirs"]  # with their lines, which may have changed what judges them
+        shared = before and not request["theirs"]  # the student's lines may have changed the judge
         foul = changed(before, tools()) if shared else []
         pool = getattr(sys.modules.get("harness.ranks"), "_pool", None) if shared else None
         for theirs in pool.run(len(pool.workers), tools, (), {}, 30) if pool and pool.workers else ():

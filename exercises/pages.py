@@ -1,8 +1,8 @@
-"""What is done, for a student, and how a class has done, for its teacher. Tables in Markdown, to be read as they are.
+"""Progress of a student, and results of a class for its teacher, as Markdown tables that read well as text.
 
-`course.py check` notes the status of each exercise that it judged in student/progress.json, and `course.py progress`
-shows them all. `course.py grade` writes class.md beside grades.csv: how many passed each exercise, the hints that were
-given most, and pairs of submissions that look alike.
+`course.py check` records the status of each judged exercise in student/progress.json, and `course.py
+progress` shows them all. `course.py grade` writes class.md beside grades.csv: how many passed each exercise,
+the most frequent hints, and pairs of similar submissions.
 """
 
 import difflib
@@ -18,12 +18,12 @@ from harness import fences
 
 FILE = "progress.json"
 SIGNS = {"passed": "x", "failed": "-", "refused": "!"}
-ALIKE = 0.9  # of the words of two submissions, in their order
-ENOUGH = 120  # words: of fewer nothing can be said, since there are not many ways to write them
+ALIKE = 0.9  # fraction of equal words of two submissions, in order
+ENOUGH = 120  # words: fewer can be written in too few ways to compare
 
 
 def note(student: Path, report: Report) -> None:
-    """Keep what a check has found. A file that cannot be read is begun again."""
+    """Save the results of a check. A file that cannot be read is replaced."""
     status = {row.number: row.status for row in report.rows if row.status != "not reached"}
     (student / FILE).write_text(json.dumps(read(student) | status, indent=1, sort_keys=True) + "\n")
 
@@ -37,7 +37,7 @@ def read(student: Path) -> dict[str, str]:
 
 
 def progress(course: Course, student: Path) -> str:
-    """One line a chapter: a sign for each exercise of its core file, and a count of those in depth."""
+    """One line per chapter: a sign for each exercise of its core file, and a count of those in depth."""
     noted = read(student)
     rows, done = [("chapter", "core", "in depth", "next")], 0
     for chapter in course.chapters.values():
@@ -48,7 +48,7 @@ def progress(course: Course, student: Path) -> str:
         rows.append((chapter.folder, f"`{signs}`", depth, following))
         done += len(passed)
     total = sum(len(chapter.exercises) for chapter in course.chapters.values())
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]  # read in a terminal, too
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]  # also read in a terminal
     rows.insert(1, tuple("-" * width for width in wide))
     lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, wide, strict=True))} |" for row in rows]
     return "\n".join([*lines, "", f"{done} of {total} passed. x passed, - failed, ! refused, . not checked yet"])
@@ -90,7 +90,7 @@ def alike(bodies: Mapping[str, Mapping[str, str]]) -> list[tuple[float, str, str
         sizes = [sum(len(words[name][number]) for number in both) for name in (a, b)]
         if min(sizes) < ENOUGH:
             continue
-        # Exercise by exercise: in a whole submission a word has hundreds of others to be held against.
+        # Exercise by exercise: in a full submission each word would be compared with hundreds.
         matchers = [difflib.SequenceMatcher(None, words[a][n], words[b][n], autojunk=False) for n in both]
         same = sum(block.size for matcher in matchers for block in matcher.get_matching_blocks())
         if (ratio := 2 * same / sum(sizes)) >= ALIKE:
@@ -99,7 +99,7 @@ def alike(bodies: Mapping[str, Mapping[str, str]]) -> list[tuple[float, str, str
 
 
 def written(chapter: Chapter, bodies: Mapping[str, str]) -> dict[str, str]:
-    """Of these bodies those in which something was written, and not what the chapter has."""
+    """The bodies in which something was written that is not the chapter's."""
     return {
         number: body
         for number, body in bodies.items()
@@ -111,5 +111,5 @@ def written(chapter: Chapter, bodies: Mapping[str, str]) -> dict[str, str]:
 def _normal(body: str) -> str:
     try:
         return fences.normal(body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # lines that are no Python, or CUDA
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python, or CUDA
         return fences.normal(body, cuda=True)

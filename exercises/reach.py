@@ -3,11 +3,11 @@
     reach = Reach(files)                                   # files: {"03_zero/zero.py": bytes, ...}
     reach.running("zero", 71, 83, ["test_zero"])           # {"test_zero.py::test_three_steps_...": 5, ...}
 
-A test reaches the functions whose names stand in it, in its parameters and in its fixtures, then those that stand in
-these, and so on; the number says how far away the function is. A name is looked up where Python would: in its module,
-or where that module imported it from. Of `x.step()` nobody knows what x is: it may be the `step` of each class whose
-name was reached, and `forward` and the like, which torch calls, are reached with their class. A script that is named as
-a file, "zero.py", is reached as a whole.
+A test reaches the functions whose names occur in it, in its parameters and in its fixtures, then those that
+occur in these, and so on; the number is the distance of the function. A name is looked up as in Python: in
+its module, or where that module imported it from. In `x.step()` the type of x is unknown: it may be the
+`step` of each class whose name was reached, and `forward` and the like, which torch calls, are reached with
+their class. A script that is named as a file, "zero.py", is reached completely.
 """
 
 import ast
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
-BY_TORCH = re.compile(r"__\w+__|forward|backward|setup_context")  # methods that nobody calls by name
+BY_TORCH = re.compile(r"__\w+__|forward|backward|setup_context")  # methods that are not called by name
 Place = tuple[str, str]  # a module, and a name in it: "zero", "FlatParam.gather"; "*" is what runs on its import
 
 
 @dataclass
 class Names:
-    """The names that stand in a piece of code."""
+    """The names that occur in a piece of code."""
 
     plain: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)  # strings, which may be names for `getattr`
@@ -74,7 +74,7 @@ class Module:
 
     @cached_property
     def shared(self) -> list[str]:
-        """What all tests of this module use, unasked."""
+        """What all tests of this module use implicitly."""
         marks = {name: _decorators(node) for name, nodes in self.parts.items() for node in nodes}
         return [name for name in self.parts if "autouse" in marks.get(name, "") or name == "pytestmark"]
 
@@ -109,8 +109,8 @@ class Reach:
         return Module(self.files[name]) if name in self.files else None
 
     def running(self, script: str, first: int, last: int, files: Iterable[str]) -> dict[str, int]:
-        """The tests of these files that reach what these lines of a script are part of, and how far away it is; nearest
-        first."""
+        """The tests of these files that reach the functions around these lines of a script, with the
+        distance; nearest first."""
         targets, found = {(script, name) for name in self.names(script, first, last)}, {}
         for file in files:
             for test in self.tests(file):
@@ -119,7 +119,7 @@ class Reach:
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
     def names(self, script: str, first: int, last: int) -> set[str]:
-        """What is defined in these lines, or around them: functions, methods, variables of a module."""
+        """The names defined in these lines, or around them: functions, methods, variables of a module."""
         module = self.module(script)
         names = set()
         for name, nodes in module.parts.items() if module else ():
@@ -143,7 +143,7 @@ class Reach:
         return _Search(self).run((file, test))
 
     def _steps(self, place: Place) -> tuple[set[Place], set[str], dict[Place, str]]:
-        """What stands in the code at a place: places, names of methods, and the methods that it has as a class."""
+        """The names in the code at a place: places, names of methods, and its methods if it is a class."""
         module, part = place
         code = self.module(module)
         assert code is not None
@@ -165,7 +165,7 @@ class Reach:
         return places, names.texts | {name for _, name in names.of}, {(module, p): name for p, name in methods.items()}
 
     def place(self, module: str, name: str) -> Iterator[Place]:
-        """Where a name that stands in a module is defined."""
+        """Where a name that a module uses is defined."""
         code = self.module(module)
         if code is None:
             return
@@ -184,7 +184,7 @@ class _Search:
         self.reach = reach
         self.found: dict[Place, int] = {}
         self.new: list[Place] = []
-        self.methods: dict[Place, str] = {}  # of the classes that were found: those that may still be called
+        self.methods: dict[Place, str] = {}  # methods of the found classes that may still be called
         self.called: set[str] = set()
 
     def run(self, start: Place) -> dict[Place, int]:

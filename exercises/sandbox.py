@@ -3,17 +3,17 @@
     judge = Judge(files, Limits())                # files: {"02_data_parallel/in_depth/collectives.py": bytes, ...}
     outcome = judge.run({"02_data_parallel/in_depth/collectives.py": what the student wrote}, tests)
 
-The copy is written from memory, once; for a run the files that change are replaced, and put back. `judge.py` runs in a
-session of its own; this side looks at it and at all its descendants a few times a second, and when one of the limits is
-passed, ends all of them. What is left over from one run cannot reach the next: the copy is compared with what was
-written, and a judge that misbehaved is replaced, its copy too.
+The copy is written from memory, once; for a run the changed files are replaced, and restored. `judge.py` runs
+in its own session. This process checks it and all its descendants a few times a second, and ends all of them
+when a limit is exceeded. Nothing of one run can affect the next: the copy is compared with what was written,
+and a judge that misbehaved is replaced, together with its copy.
 
-On Linux all of this happens in a cell (`cell.sh`): namespaces of its own, in which there is a Python, this copy to
-read, a folder to write, no network but loopback, and neither the repository nor anything else of the machine.
-`no_cell` says why there is none, where there is none.
+On Linux all of this runs in a cell (`cell.sh`): namespaces of its own, with a Python, this copy to read, a
+folder to write, no network but loopback, and neither the repository nor anything else of the machine.
+`no_cell` returns the reason if there is none.
 
-With `trusted=True` the same machine plants mistakes (tests/test_mistakes.py): nobody tries to deceive it there, so
-nothing is compared, and modules that are compiled already are not compiled again.
+With `trusted=True` the same code plants mistakes (tests/test_mistakes.py): that code is not hostile, so
+nothing is compared, and compiled modules are not compiled again.
 """
 
 import contextlib
@@ -38,16 +38,16 @@ NOT_COPIED = shutil.ignore_patterns(".*", "*.pyc.*", "runs", "profiles", "result
 CELL = Path(__file__).with_name("cell.sh")
 MIB = 2**20
 PAGE = os.sysconf("SC_PAGE_SIZE")
-PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")  # of the environment, no more
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")  # from the environment
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one submission may use. Every number is far above what any right solution needs."""
+    """What one submission may use. Every limit is far above what any correct solution needs."""
 
     test_seconds: float = 120  # between two answers of the judge
-    test_cpu_seconds: float = 60  # of computing, by all processes together, between two answers
-    hang: float = 20  # a call of run_ranks that is longer under way has failed
+    test_cpu_seconds: float = 60  # of CPU time, by all processes together, between two answers
+    hang: float = 20  # a call of run_ranks that takes longer has failed
     processes: int = 40  # 8 ranks and their servers are about 12
     memory: int = 8192 * MIB  # all processes together
     disk: int = 256 * MIB  # all files
@@ -66,7 +66,7 @@ class Result:
 
 @dataclass
 class Outcome:
-    """What a run said. `ended` is why it was cut short, "" if it was not; `foul` is why none of it can be believed."""
+    """The results of a run. `ended`: why it was cut short, or ""; `foul`: why it cannot be trusted, or ""."""
 
     results: list[Result] = field(default_factory=list)
     ended: str = ""
@@ -81,9 +81,9 @@ class Judge:
         self.deadline = time.monotonic() + self.limits.all_seconds
         self.process: subprocess.Popen[bytes] | None = None
         self.ready = False  # it has said that it can judge
-        self.used_before = 0  # bytes of files, before the run that is under way
-        self.pending = b""  # what the judge has written after its last whole line
-        self.mine: set[int] = set()  # without a cell: children of this process that have nothing to do with the judge
+        self.used_before = 0  # bytes of files, before the current run
+        self.pending = b""  # the judge's output after its last complete line
+        self.mine: set[int] = set()  # without a cell: children of this process that are not the judge's
 
     def __enter__(self) -> "Judge":
         return self
@@ -105,17 +105,17 @@ class Judge:
         """Run `tests` (paths from the root of the repository) in a copy in which `changes` replace files.
 
         After `enough` failures the rest is left out. Of the tests in `few` only the first and the last parameters run.
-        With `in_ranks` only the ranks that tests start see the changes; a CUDA file is built and called by ranks alone,
-        so there it lies in the copy. `heard` is called with each result as soon as it is there.
+        With `in_ranks` only the ranks that tests start see the changes; a CUDA file is built and called only
+        by ranks, so it is in the copy. `heard` is called with each result as soon as it arrives.
         """
         self.start()
         self._wait_until_ready()
-        if self.trusted:  # hundreds of runs in the same processes: each may write as much as a whole submission
+        if self.trusted:  # hundreds of runs in the same processes: each may write as much as a submission
             self.used_before = self._used(self.descendants())
         copy, theirs = self.folder / "copy", self.folder / "theirs"
         changed = {name: text.encode() for name, text in changes.items()}
-        if in_ranks:  # names of modules are unique: a folder in front of the others is enough
-            theirs.mkdir()  # empty for CUDA: a rank remembers of a folder on its path that it was not there
+        if in_ranks:  # module names are unique: a folder before the others is enough
+            theirs.mkdir()  # empty for CUDA: a rank caches that a folder on its path is missing
             scripts = {name: content for name, content in changed.items() if name.endswith(".py")}
             write_files({Path(name).name: content for name, content in scripts.items()}, theirs)
             changed = {name: content for name, content in changed.items() if name not in scripts}
@@ -136,7 +136,7 @@ class Judge:
         return outcome
 
     def _edited(self, changed: Mapping[str, bytes], copy: Path) -> str:
-        """What the run has done to its copy, "" if nothing: every file as it was, none more, no folder less."""
+        """How the run changed its copy, "" if not: every file unchanged, none added, no folder removed."""
         written = self.files | changed
         there = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_symlink() or path.is_file()}
         edited = [name for name, content in written.items() if not _holds(copy / name, content)]
@@ -207,7 +207,7 @@ class Judge:
     # ---------------------------------------------------------------------------------- the process and its children
 
     def start(self) -> None:
-        """Begin to start it, if it is not there: until it can judge, seconds pass, in which others may work."""
+        """Start it in the background, if it is not running: it takes seconds until it can judge."""
         if self.process is not None:
             return
         base, copy = self.folder / "judge", self.folder / "copy"
@@ -231,7 +231,7 @@ class Judge:
         limits = {"file_bytes": self.limits.file, "data_bytes": self.limits.memory, "cpu_seconds": 3600}
         limits |= {"threads": 20 * self.limits.processes if self.cell else 0, "trusted": self.trusted}
         command = [sys.executable, str(base / "judge.py"), json.dumps(limits)]
-        if not self.cell:  # in it an orphan is a child of its first process
+        if not self.cell:  # in a cell an orphan is a child of its first process
             self.mine = _children(os.getpid())
             _adopt_orphans(True)
         self.pending = b""
@@ -244,8 +244,8 @@ class Judge:
             env=environment,
             start_new_session=True,
         )
-        # Its imports take longer than these files.
-        if self.trusted:  # files keep their times, so that the compiled modules that come along are valid
+        # The judge's imports take longer than writing these files.
+        if self.trusted:  # files keep their times, so that the copied compiled modules are valid
             shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
         write_files({name: c for name, c in self.files.items() if not _holds(copy / name, c)}, copy)
 
@@ -262,7 +262,7 @@ class Judge:
         self.ready = True
 
     def descendants(self) -> "list[Process]":
-        """All processes that the judge started, and theirs. One whose parent has died is a child of ours: it counts."""
+        """All descendants of the judge. A process whose parent has died becomes our child, and counts."""
         if self.process is None:
             return []
         table = _processes()
@@ -276,22 +276,22 @@ class Judge:
         return [p for p in found.values() if p.state != "Z"]
 
     def stop(self) -> None:
-        """End the judge and everything it started, whatever session they moved to."""
+        """End the judge and everything it started, in any session."""
         if self.process is None:
             return
-        seen: set[int] = set()  # whose parent was quicker to die is no descendant any more, and may be there still
+        seen: set[int] = set()  # a process whose parent died first is no descendant, but may still run
         for _ in range(200):
             seen |= {process.pid for process in self.descendants()}
             table = _processes()
             seen = {pid for pid in seen if pid in table and table[pid].state != "Z"}
             if not seen:
                 break
-            for what in (signal.SIGSTOP, signal.SIGKILL):  # first nobody can fork, then nobody is
+            for what in (signal.SIGSTOP, signal.SIGKILL):  # first stop all, so that none can fork
                 for pid in seen:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, what)
             time.sleep(0.02)
-        with contextlib.suppress(ProcessLookupError):  # where there is no /proc, the session at least
+        with contextlib.suppress(ProcessLookupError):  # without /proc, at least the session
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pid in set() if self.cell else _children(os.getpid()) - self.mine:
@@ -304,7 +304,7 @@ class Judge:
         self.process, self.ready = None, False
         if not self.cell:
             _adopt_orphans(False)
-        for name in ("tmp", "judge", "copy"):  # nothing of this run is there for the next
+        for name in ("tmp", "judge", "copy"):  # nothing of this run is left for the next
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ def in_cell(folder: Path, command: Sequence[str]) -> list[str]:
 
 @functools.cache
 def no_cell() -> str:
-    """Why a cell cannot be had on this machine, in one line; "" if it can."""
+    """Why a cell is not possible on this machine, in one line; "" if it is."""
     if sys.platform != "linux":
         return f"{sys.platform} has no namespaces"
     with tempfile.TemporaryDirectory(prefix="exercises-") as name:
@@ -341,7 +341,7 @@ def no_cell() -> str:
 
 
 class JudgeError(RuntimeError):
-    """The judge could not be started: nothing is known about the submission."""
+    """The judge could not be started, so there is no result for the submission."""
 
 
 class Ended(Exception):
@@ -354,7 +354,7 @@ class Process:
     parent: int
     state: str
     cpu: float  # seconds
-    memory: int  # bytes that are its own
+    memory: int  # bytes, private
     written: int  # bytes, to disks
 
 
@@ -374,7 +374,7 @@ def _processes() -> dict[int, Process]:
 
 
 def _written(entry: Path) -> int:
-    with contextlib.suppress(OSError):  # a process of somebody else
+    with contextlib.suppress(OSError):  # a process of another user
         for line in (entry / "io").read_text().splitlines():
             if line.startswith("write_bytes:"):
                 return int(line.split()[1])
@@ -415,7 +415,7 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def read_files(root: Path) -> dict[str, bytes]:
-    """All files of a repository that a copy needs, by their path in it; the exercises' answers are not among them."""
+    """All files of a repository that a copy needs, by their path in it, without the exercises' answers."""
     files: dict[str, bytes] = {}
     for where, folders, names in os.walk(root):
         left_out = NOT_COPIED(where, [*folders, *names]) | {"__pycache__", "exercises"}

@@ -1,10 +1,10 @@
-"""Read a body before it runs, and refuse what no exercise needs.
+"""Check a body before it runs, and refuse what no exercise needs.
 
-An exercise is a few lines of tensors and messages. It needs no files, no processes, no other module's insides. So a
-body may use: its own names, those of its function and its script, harmless builtins, and functions of a few modules,
-written as `module.function`. What the chapter's own body of the same exercise uses is always allowed.
+An exercise is a few lines of tensors and messages. It needs no files, processes or internals of modules. So a
+body may use its own names, those of its function and script, harmless builtins, and functions of a few
+modules, written as `module.function`. What the chapter's own body of the exercise uses is always allowed.
 
-This is one of the defences that README.md lists, and the only one that is cheap. It judges names, not behaviour.
+This is one of the defences that README.md lists, and the only cheap one. It checks names, not behaviour.
 """
 
 import ast
@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Iterator
 
-STANDARD = {  # of Python's own modules, these names; all others by what reads like arithmetic
+STANDARD = {  # allowed names of Python's own modules; of the others whatever reads like arithmetic
     "functools": {"cache", "cmp_to_key", "lru_cache", "partial", "reduce"},
     "collections": {"ChainMap", "Counter", "OrderedDict", "defaultdict", "deque"},
     "contextlib": {"ExitStack", "contextmanager", "nullcontext"},
@@ -51,12 +51,12 @@ BUILTINS = {
     *("sorted", "staticmethod", "str", "sum", "super", "tuple", "zip", "Ellipsis", "hasattr"),
     *(name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)),
 }
-TRITON = {"tl": "triton.language", "triton": "triton"}  # what chapter 09's scripts import from their neighbour
-MODULE_NAMES = {"torch", "dist", "nn", "F", "mp", *TRITON, *sys.stdlib_module_names}  # not to be had from a neighbour
+TRITON = {"tl": "triton.language", "triton": "triton"}  # chapter 09's, from a neighbour file
+MODULE_NAMES = {"torch", "dist", "nn", "F", "mp", *TRITON, *sys.stdlib_module_names}  # not from neighbours
 LEADS_OUT = {  # to files, memory, "{0.__dict__}"
     *("from_file", "tofile", "dump", "dumps", "ctypes", "format", "format_map")
 }
-FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_globals", "f_locals", "f_back", "f_builtins")  # ways to other code's variables
+FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_globals", "f_locals", "f_back", "f_builtins")  # others' variables
 
 
 def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) -> Iterator[tuple[int, str]]:
@@ -75,9 +75,9 @@ def objections(body: list[ast.stmt], own: list[ast.stmt], script: ast.Module) ->
     neighbours = {a.asname or a.name for s in script.body if isinstance(s, ast.Import) for a in s.names} - set(imported)
     bound = [(node, name) for s in body for node in ast.walk(s) for name in _bound(node)]
     aliases = {name for node, name in bound if _root(getattr(node, "value", None)) in globals_ | set(imported)}
-    own_names = {name for _, name in bound} - aliases  # `layer = nn.Linear` makes nothing of one's own
+    own_names = {name for _, name in bound} - aliases  # `layer = nn.Linear` defines no new name
     foreign = (globals_ | set(imported)) - own_names | aliases
-    inside_chain = set()  # names that stand before a dot, where `_attribute` judges them
+    inside_chain = set()  # names before a dot, which `_attribute` checks
     for statement in body:
         for node in ast.walk(statement):
             line = getattr(node, "lineno", 2) - 1  # of the wrapped text, see fences.parse
@@ -100,13 +100,13 @@ CUDA_CALLS = {"for", "if", "while", "fmaf", "max", "min", "float", "int", "__syn
 
 
 def objections_to_cuda(body: str, own: str, script: str) -> Iterator[tuple[int, str]]:
-    """(line, why), as `objections`, for a few lines of a kernel. On a CPU they are a C++ program with all its rights.
+    """(line, why), as `objections`, for lines of a kernel. On a CPU they are a C++ program with full rights.
 
     A body may use words of the language, names that the file's kernels use, and variables that it declares itself; it
     may call what the chapter's own body calls. No preprocessor, no strings, no scopes, no functions of its own.
     """
     begin, end = re.search(r"__(global|device)__", script), script.rindex("--- end exercise ---")
-    kernels = script[begin.start() if begin else 0 : end]  # neither what is included nor the host's part
+    kernels = script[begin.start() if begin else 0 : end]  # without includes and the host's part
     kernels = re.sub(r"//[^\n]*", "", kernels)
     words = CUDA_WORDS | set(re.findall(r"\b[a-zA-Z_]\w*", kernels))
     words |= set(re.findall(r"\b(?:auto|bool|double|float|int|unsigned)\s+([a-zA-Z_]\w*)", body))
@@ -135,7 +135,7 @@ def _refused(
                 yield path, "an exercise may not import"
     elif isinstance(node, ast.Name):
         path = imported.get(node.id, "")
-        builtin = node.id in vars(builtins) and node.id not in BUILTINS | globals_  # also where a local has its name
+        builtin = node.id in vars(builtins) and node.id not in BUILTINS | globals_  # even if it is local
         if path and isinstance(_resolve(path), types.ModuleType):
             if id(node) not in inside_chain:
                 yield node.id, "a module may only stand before a dot:"
@@ -154,7 +154,7 @@ def _refused(
 
 
 def _insides(attribute: str) -> bool:
-    """Is this an attribute that leads into what others do not show?"""
+    """Is this an attribute of other objects' internals?"""
     return attribute.startswith(("_", *FRAMES)) or attribute in LEADS_OUT
 
 
@@ -175,17 +175,17 @@ def _attribute(node: ast.Attribute, imported: dict[str, str], foreign: set[str])
         kinds = [_resolve(path) for path in ("torch.Tensor", "torch.nn.Module", "torch.autograd.Function")]
         if any(callable(getattr(kind, node.attr, None)) for kind in kinds) and node.attr not in ("grad", "data"):
             yield f".{node.attr} =", "an exercise may not replace a method:"
-    module = _module_of(node.value, imported)  # also of torch.nn.functional.linear: each step is judged
+    module = _module_of(node.value, imported)  # also of torch.nn.functional.linear: each step is checked
     if module is not None and not _may_use(module, node.attr):
         yield ast.unparse(node), "an exercise may not use"
 
 
 def _may_use(module: types.ModuleType, name: str) -> bool:
-    value = getattr(module, name, None) or _resolve(f"{module.__name__}.{name}")  # a submodule not imported so far
+    value = getattr(module, name, None) or _resolve(f"{module.__name__}.{name}")  # not yet imported
     if isinstance(value, types.ModuleType):
         return value.__name__ in MODULES
     home = getattr(value, "__module__", None) or module.__name__
-    if home in STANDARD and home != module.__name__:  # `torch.utils.checkpoint` has all that `typing` has
+    if home in STANDARD and home != module.__name__:  # `torch.utils.checkpoint` re-exports `typing`
         return name in STANDARD[home]
     if module is sys.modules.get("torch") and isinstance(value, type) and name not in CLASSES_OF_TORCH:
         return False
@@ -216,7 +216,7 @@ def _module_of(node: ast.expr, imported: dict[str, str]) -> types.ModuleType | N
 
 
 def _resolve(path: str) -> object:
-    """The module or the module's member called so; None for what is not installed, like a neighbour of the script.
+    """The module or module member of this name; None if not installed, like the script's neighbour files.
 
     Only torch, Triton and the standard library are ever imported here.
     """
@@ -265,7 +265,7 @@ def _bound(node: ast.AST) -> list[str]:
 
 
 def _uses(node: ast.AST) -> Iterator[str]:
-    """How `_refused` would name what this node of the chapter's own body uses."""
+    """The name that `_refused` gives to what this node of the chapter's own body uses."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute):

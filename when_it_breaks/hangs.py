@@ -1,20 +1,20 @@
-"""It hangs: three ways in which ranks wait for one another for ever, and who finds out.
+"""It hangs: three ways in which ranks wait for one another for ever, and how to find them.
 
-A collective is a meeting. It begins when the last rank of its group has called it, so a rank that never comes, comes to
-another meeting, or has gone home keeps all others waiting, in silence. Three ways that happen every week:
+A collective runs only when all ranks of its group have called it. So a rank that does not call it, calls
+another one, or has ended keeps all others waiting, without a message. Three common ways:
 
-    branch     `if rank == 0: print(mean loss of all ranks)`: the all-gather inside the `if` is a meeting of one
+    branch     `if rank == 0: print(mean loss of all ranks)`: only rank 0 calls the all-gather inside the `if`
     batches    one rank has a batch fewer than the others and leaves the loop; the others wait for its gradients
-    order      two collectives in one order here and in the other order there
+    order      two collectives in one order on some ranks and in the other order on others
 
-Had the two the same kind and the same size, nothing would hang: they would meet, and sum what does not belong
-together. `losses_differ.py` is about that.
+If the two had the same kind and size, nothing would hang: they would match, and sum tensors that do not
+belong together. `losses_differ.py` is about that.
 
-What looks the same from outside (no output, GPUs at 100 %, since waiting is a kernel) differs in where each rank
-stands. So every rank needs an alarm clock that says this: `Alarm` prints the line of code in which the rank waits,
-and from the flight recorder, which torch keeps for every process group, how many collectives it has called in each
-group and which was the last. On nccl a collective returns at once: there the line is where the rank first needs a
-result, and the recorder is what tells which collective hangs.
+From outside all look the same (no output, GPUs at 100 %, since waiting is a kernel); they differ in where
+each rank waits. So every rank needs an alarm: `Alarm` prints the line of code in which the rank waits, and,
+from the flight recorder that torch has for every process group, how many collectives it has called in each
+group and which was the last. With NCCL a collective returns at once: there the line is where the rank first
+needs a result, and the recorder tells which collective hangs.
 
     torchrun --nproc_per_node 2 hangs.py --cause branch            says where each rank waits, exit code 1
     torchrun --nproc_per_node 2 hangs.py --cause branch --fixed   PASS
@@ -31,12 +31,12 @@ import traceback
 import torch
 import torch.distributed as dist
 
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")  # how many collectives the flight recorder remembers
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")  # how many collectives the flight recorder keeps
 LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<")  # torch's lines, and Python's
 
 
 class Alarm:
-    """Rings unless it is set again within `seconds`; then says where this rank stands, and ends it."""
+    """Unless it is set again within `seconds`, prints where this rank waits, and ends it."""
 
     def __init__(self, rank: int, seconds: float) -> None:
         self.rank, self.seconds, self.main = rank, seconds, threading.get_ident()
@@ -56,7 +56,7 @@ class Alarm:
         stands = where(traceback.extract_stack(sys._current_frames()[self.main]))
         lines = [f"rank {self.rank} {what}\n" for what in (f"waits at {stands}", *called())]
         os.write(2, "".join(lines).encode())  # one call, so that two ranks' reports do not mix
-        time.sleep(self.seconds)  # the other ranks' clocks ring meanwhile: when one leaves, all are ended
+        time.sleep(self.seconds)  # the other ranks' alarms print meanwhile; when one exits, all are ended
         os._exit(1)
 
 
@@ -70,8 +70,8 @@ def where(stack: traceback.StackSummary) -> str:
 
 
 def called() -> list[str]:
-    """Of each group: how many collectives this rank has called there, and the last. The number is the group's own
-    count, since the recorder forgets; and of a group, since ranks of other groups rightly call more or fewer."""
+    """For each group: how many collectives this rank has called in it, and the last. It is the group's count,
+    as the recorder drops old entries; and per group, since other groups rightly have other counts."""
     last = {":".join(entry["process_group"]): entry for entry in flight_recorder()}
     return [
         f"has called {entry['collective_seq_id']} collectives in {group}, last {entry['profiling_name']} of "
@@ -81,9 +81,9 @@ def called() -> list[str]:
 
 
 def flight_recorder() -> list[dict]:
-    """What torch has noted of this process's collectives, oldest first."""
+    """What torch has recorded of this process's collectives, oldest first."""
     c10d = torch._C._distributed_c10d  # no public names so far
-    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace")]  # nccl has one of its own
+    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace")]  # NCCL has its own
     return [entry for dump in dumps if dump for entry in pickle.loads(dump()).get("entries", [])]
 
 
@@ -92,7 +92,7 @@ def train(rank: int, cause: str, fixed: bool, alarm: Alarm) -> None:
     batches = steps - 1 if cause == "batches" and rank == world - 1 else steps
     if fixed and cause == "batches":
         fewest = torch.tensor(batches)
-        dist.all_reduce(fewest, op=dist.ReduceOp.MIN)  # [] all ranks stop where the first one has nothing left
+        dist.all_reduce(fewest, op=dist.ReduceOp.MIN)  # [] all ranks stop when the first has no batch left
         batches = int(fewest)
     for step in range(batches):
         alarm.set()
@@ -107,10 +107,10 @@ def train(rank: int, cause: str, fixed: bool, alarm: Alarm) -> None:
             meet()
         losses = [torch.empty(()) for _ in range(world)]
         if cause == "branch" and fixed:
-            dist.all_gather(losses, loss)  # world x [] everybody comes to the meeting, rank 0 alone prints
+            dist.all_gather(losses, loss)  # world x [] all ranks call it, only rank 0 prints
         if cause == "branch" and rank == 0:
             if not fixed:
-                dist.all_gather(losses, loss)  # world x [] rank 0 alone: the others are at the next step's weight
+                dist.all_gather(losses, loss)  # world x [] only rank 0: the others are in the next step
             print(f"step {step}: loss {torch.stack(losses).mean():.2f}", flush=True)
     alarm.set()
     dist.barrier()

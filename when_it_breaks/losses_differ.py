@@ -1,21 +1,21 @@
 """The losses of two layouts differ: read the cause from the ratio of the gradients.
 
-"The same" run on one rank and on two should give the same numbers to the last digits but one. When it does not, the
-loss curves say little: they begin alike and drift. The gradients of the first step say nearly everything, parameter
-by parameter:
+"The same" run on one rank and on two should agree except for the last digit. If it does not, the loss curves
+say little: they begin alike and drift apart. The gradients of the first step show nearly everything,
+parameter by parameter:
 
     mean      every rank averages over its own valid tokens, then ranks are averaged: wrong everywhere, no common ratio
     twice     summed by hand and by a hook: all ratios are the number of ranks
-    forgotten a parameter whose input was cut over the ranks (a norm under sequence parallelism) is not summed at all
+    forgotten a parameter whose input is split over the ranks (a norm with sequence parallelism) is not summed
     divided   the loss is divided by the tokens of all ranks, and its gradients are averaged on top: all ratios are one
               over the number of ranks
-    start     every rank draws its own first weights: these differ before the step, and after it everything does
+    start     every rank draws its own initial weights: these differ before the step, everything after it
     batch     all ranks read the same samples: losses that look fine, and gradients of half the data
 
 Compare in float64, where rounding is 1e-16 and a mistake is not, and in the first step, before optimizers hide it
-(Adam divides by the gradient's size: a factor of two disappears). Before it, ask two cheap questions: do all ranks
-begin with the same weights, and have they different tokens? This script asks them, and then compares ranks with one
-process.
+(Adam divides by the gradient's size: a factor of two disappears). Before that, check two cheap things: do all
+ranks begin with the same weights, and have they different tokens? This script checks both, and then compares
+ranks with one process.
 
     torchrun --nproc_per_node 2 losses_differ.py --cause mean             the table, what it means, exit code 1
     torchrun --nproc_per_node 2 losses_differ.py --cause mean --fixed    PASS
@@ -52,7 +52,7 @@ def summed_loss(weights: list[Tensor], x: Tensor, target: Tensor, valid: Tensor)
 
 
 def one_process() -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients of all tokens: what every layout has to equal."""
+    """Loss and gradients of all tokens, which every layout must equal."""
     weights = weights_of(0)
     x, target, valid = data()
     loss = summed_loss(weights, x, target, valid) / valid.sum()
@@ -61,24 +61,24 @@ def one_process() -> tuple[Tensor, list[Tensor]]:
 
 
 def ranks_that_agree(value: Tensor) -> bool:
-    """Has every rank the same value? One number of each will do."""
+    """Whether every rank has the same value, by one sum of each."""
     sums = [torch.empty((), dtype=torch.float64) for _ in range(dist.get_world_size())]
     dist.all_gather(sums, value.detach().double().sum())  # ranks x []
     return len({s.item() for s in sums}) == 1
 
 
 def on_ranks(cause: str) -> tuple[Tensor, list[Tensor]]:
-    """The same over the tokens of all ranks. `cause` is the mistake that is made on the way, "" for none."""
+    """Loss and gradients over the tokens of all ranks. `cause` is the mistake to make, "" for none."""
     rank, world = dist.get_rank(), dist.get_world_size()
     weights = weights_of(rank if cause == "start" else 0)
     mine = (
         slice(0, TOKENS // world) if cause == "batch" else slice(rank * TOKENS // world, (rank + 1) * TOKENS // world)
     )
     x, target, valid = (tensor[mine] for tensor in data())
-    same = [ranks_that_agree(weight) for weight in weights]  # every rank asks of all of them
+    same = [ranks_that_agree(weight) for weight in weights]  # on every rank, for all weights
     if not all(same) and rank == 0:
         print("before the step: the ranks begin with different weights")
-    if ranks_that_agree(x) and world > 1 and rank == 0:  # the call first: every rank has to come to it
+    if ranks_that_agree(x) and world > 1 and rank == 0:  # the call first: every rank must make it
         print("before the step: all ranks have the same tokens")
     count = valid.sum()
     if cause == "mean":
@@ -100,14 +100,14 @@ def on_ranks(cause: str) -> tuple[Tensor, list[Tensor]]:
 
 
 def compare(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[Tensor]], world: int) -> str:
-    """Print the table; what it points to, or "" if all is equal to ten digits."""
+    """Print the table. Returns the cause that it shows, or "" if all is equal to ten digits."""
     loss = abs(ours[0] / theirs[0] - 1).item()
     print(f"{'':8} {'error':>9} {'ratio':>9}\n{'loss':8} {loss:9.1e} {(ours[0] / theirs[0]).item():9.4f}")
     wrong, ratios = [], []
     for name, mine, right in zip(NAMES, ours[1], theirs[1], strict=True):
         error = ((mine - right).norm() / right.norm()).item()
         ratio = ((mine * right).sum() / right.square().sum()).item()  # the factor that fits best
-        rest = ((mine - ratio * right).norm() / right.norm()).item()  # and what it leaves unexplained
+        rest = ((mine - ratio * right).norm() / right.norm()).item()  # and the remaining difference
         print(
             f"{name:8} {error:9.1e} {ratio:9.4f}"
             + (f"  and {rest:.1e} that no factor explains" if rest > 1e-10 else "")

@@ -1,16 +1,16 @@
-"""The loss is NaN: which operation made the first one, and what it had been given.
+"""The loss is NaN: which operation made the first one, and with which inputs.
 
-A NaN spreads. By the time the loss shows it, every weight has it, and the cause is steps and layers away. Four
-causes, each of which begins somewhere else:
+A NaN spreads. By the time the loss shows it, every weight has it, and the cause is steps and layers away.
+Four causes, each of which begins in another place:
 
     mask      a row of attention with nothing to attend to: softmax of -inf everywhere is 0 / 0
     norm      x / |x| of a row of zeros: forward divides by a small eps and is fine, the gradient of |x| at 0 is not
-    half      fp16 ends at 65504: a product of queries and keys passes it, is inf, and inf - inf in softmax is NaN
-    rate      a learning rate that makes the weights grow in every step, until they pass what fp32 can hold
+    half      fp16 ends at 65504: a product of queries and keys exceeds it: inf, and inf - inf in softmax is NaN
+    rate      a learning rate that makes the weights grow in every step, until they exceed the range of fp32
 
-The tool is a question asked after every operation: is this the first result that is not finite? `FirstNotFinite`
-asks it of forward and backward, and names line, step and operation. (`torch.autograd.detect_anomaly()` asks it of
-backward only, and only for NaN: inf, which comes first, passes.)
+The tool is a check after every operation: is this the first result that is not finite? `FirstNotFinite`
+checks forward and backward, and names line, step and operation. (`torch.autograd.detect_anomaly()` checks
+only backward, and only for NaN: inf, which comes first, is not found.)
 
     python not_a_number.py --cause mask             says where, exit code 1
     python not_a_number.py --cause mask --fixed    PASS
@@ -34,7 +34,7 @@ LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<")
 class FirstNotFinite(TorchDispatchMode):
     """Raises FloatingPointError at the first operation that gets finite numbers and returns one that is not.
 
-    A mask of -inf may be handed on, by `triu` or `where`; it becomes a mistake where NaN or +inf is made of it.
+    A mask of -inf may be passed on, by `triu` or `where`; it is a mistake only where it becomes NaN or +inf.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def finite(value: object) -> bool:
 
 
 def spoiled(value: object) -> bool:
-    """Was it wrong already? A -inf alone is a mask, which many operations may be given."""
+    """Was an input wrong already? A -inf alone is a mask, which is a valid input of many operations."""
     return is_float(value) and bool((torch.isnan(value) | (value == torch.inf)).any())
 
 
@@ -90,8 +90,8 @@ def attention(x: torch.Tensor, weight: torch.Tensor, cause: str, fixed: bool) ->
     before = torch.ones(TOKENS, TOKENS).tril(diagonal=-1 if cause == "mask" else 0).bool()
     scores = scores.float().masked_fill(~before, -torch.inf)
     if cause == "mask" and fixed:
-        scores = scores.masked_fill(~before.any(1, keepdim=True), 0.0)  # a row without keys: any finite numbers
-        return (scores.softmax(1) * before.any(1, keepdim=True)) @ x  # and nothing of them is used
+        scores = scores.masked_fill(~before.any(1, keepdim=True), 0.0)  # a row without keys: finite values
+        return (scores.softmax(1) * before.any(1, keepdim=True)) @ x  # which are not used
     return scores.softmax(1) @ x  # [T, H]
 
 

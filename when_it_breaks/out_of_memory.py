@@ -1,14 +1,14 @@
-"""It runs out of memory: who holds the bytes, found by the line of code that made them.
+"""It runs out of memory: what holds the bytes, found by the line of code that allocated them.
 
-Three ways that look the same from outside, a step that worked yesterday and does not today:
+Three causes that look the same from outside, a step that worked yesterday and does not today:
 
     losses    a validation adds up its losses without `no_grad`: each is the end of a graph, which holds all its
               activations
-    outputs   the logits of every batch kept in a list, for a metric at the end of the epoch
-    logits    nothing is kept too long: the vocabulary is large, and the scores of all tokens, their softmax and the
-              gradient of both are there at once. This one grows with the batch and not with the steps
+    outputs   the logits of every batch stored in a list, for a metric at the end of the epoch
+    logits    nothing is stored too long: the vocabulary is large, and all tokens' scores, their softmax and the
+              gradient of both are alive at once. This one grows with the batch, not with the steps
 
-The first question is therefore: does it grow from step to step? The second: which line made what is alive? On a GPU
+The first question is therefore: does it grow from step to step? The second: which line allocated it? On a GPU
 `torch.cuda.memory._record_memory_history()` and `_dump_snapshot("file.pickle")` answer both, with a page that draws
 them (pytorch.org/memory_viz). Here `Budget` does the same on a CPU, and stops the run at its limit as a GPU would.
 
@@ -46,7 +46,7 @@ class Budget(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(out):  # a view of what was there before, weights say, is nothing new
+        for tensor in tree_leaves(out):  # a view of older memory, such as weights, is not new
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
                 self.count(tensor.untyped_storage())
         return out
@@ -102,7 +102,7 @@ def train(cause: str, fixed: bool, budget: Budget) -> list[int]:
         hidden = torch.tanh(embedding[words] @ weight)  # [T, H]
         loss = loss_of(hidden, embedding, words, chunks=8 if cause == "logits" and fixed else 1) / tokens
         if cause == "losses":
-            mean = mean + (loss.detach() if fixed else loss)  # `no_grad` around the whole is better still
+            mean = mean + (loss.detach() if fixed else loss)  # `no_grad` around all of it is better still
             continue
         loss.backward()
         if cause == "outputs":
@@ -111,7 +111,7 @@ def train(cause: str, fixed: bool, budget: Budget) -> list[int]:
         for parameter in (embedding, weight):
             parameter.data -= 0.1 * parameter.grad
             parameter.grad = None
-        loss = hidden = scores = None  # or they would live until the next step has made its own
+        loss = hidden = scores = None  # or they would live until the next step replaces them
     return after
 
 

@@ -1,15 +1,15 @@
-"""It is slow: where a step's time goes, rank by rank, and who waits for whom.
+"""It is slow: where a step's time goes, rank by rank, and which rank the others wait for.
 
-    loader      the next batch is made when it is asked for: every rank computes nothing meanwhile
+    loader      the next batch is made when it is needed: every rank computes nothing meanwhile
     straggler   one rank is slower (a hot GPU, a longer document, a busy machine): all the others wait for it in the
                 all-reduce, so the profile of a *fast* rank says "communication", and the network is innocent
     messages    an all-reduce for each parameter: each pays the latency of a message, however small
 
-So a profile of one rank misleads. Compare ranks: who waits *least* in a collective is the one all others wait for.
-A barrier before the collective, for the measurement only, tells waiting from sending. The table has, for each rank
-and step, the milliseconds of making data, computing, waiting (for that barrier) and sending, and the number of
-messages. On a GPU the kernels run behind Python's back: put events around the parts, or read a trace of
-torch.profiler, of two ranks side by side.
+So a profile of one rank misleads. Compare ranks: all others wait for the rank that waits *least* in a
+collective. A barrier before the collective, for the measurement only, separates waiting from sending. The
+table has, for each rank and step, the milliseconds of making data, computing, waiting (for that barrier) and
+sending, and the number of messages. On a GPU the kernels run asynchronously: put events around the parts, or
+read a trace of torch.profiler, of two ranks side by side.
 
     torchrun --nproc_per_node 2 slow.py --cause straggler             the table and what it points to, exit code 1
     torchrun --nproc_per_node 2 slow.py --cause straggler --fixed    the table without the cause, PASS
@@ -38,7 +38,7 @@ class Clock:
         self.now = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """What has passed since the last call belongs to `part`."""
+        """Add the time since the last call to `part`."""
         now = time.perf_counter()
         self.seconds[part] += now - self.now
         self.now = now
@@ -75,7 +75,7 @@ def train(cause: str, fixed: bool) -> Clock:
             x = torch.tanh(x @ weight)  # [8, WIDTH]
         x.square().mean().backward()
         if cause in ("straggler", "loader") and (cause == "loader" or (rank == world - 1 and not fixed)):
-            time.sleep(DELAY)  # loader: a step that is worth hiding the next batch behind
+            time.sleep(DELAY)  # loader: a step long enough to overlap with the next batch
         grads = [weight.grad for weight in weights]
         flat = torch.cat([grad.flatten() for grad in grads])  # [LAYERS * WIDTH^2]
         clock.end("compute")
@@ -89,9 +89,9 @@ def train(cause: str, fixed: bool) -> Clock:
 
 
 def diagnosis(table: torch.Tensor, messages: int) -> str:
-    """What the table [ranks, parts] of seconds points to; "" if to nothing."""
+    """The cause that the table [ranks, parts] of seconds shows; "" if none."""
     data, _, wait, _ = table.unbind(1)
-    enough = 0.4 * DELAY * STEPS  # seconds, to look for somebody
+    enough = 0.4 * DELAY * STEPS  # seconds above which a rank is suspect
     if data.min() > enough:
         return "every rank waits for its data: make the next batch while this one is computed"
     if wait.max() > 3 * wait.min() and wait.max() > enough:

@@ -1,9 +1,9 @@
-"""The CUDA build and the CPU emulator, which live once, in chapter 09; beside this file where somebody copied them."""
+"""The CUDA build and the CPU emulator, which are in chapter 09, or beside this file if they were copied."""
 
 import sys
 from pathlib import Path
 
-# Behind this folder's own modules, which go first.
+# After this folder's own modules, which have priority.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "09_kernels" / "in_depth"))
 
 from _cuda import FORWARD, REVERSE, CudaError, ahead, behind, call, library, racing, resources

@@ -1,4 +1,4 @@
-"""What Triton's compiler makes of the kernels of fp8_kernels.py for sm_90; no GPU is needed. TRITON_INTERPRET=0."""
+"""Facts about the kernels of fp8_kernels.py, compiled for sm_90 without a GPU. TRITON_INTERPRET=0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: int) -> dict[str, int]:
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    # Triton says at run time that pointers and these strides are multiples of 16; so it does here.
+    # At run time Triton specializes on pointers and these strides being multiples of 16; so also here.
     even = {
         (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
         for name in signature

@@ -22,8 +22,8 @@ from harness.report import environment
 from microscaling import MICRO, MicroLinear
 from precision_policies import POLICIES, MixedAdamW, linear, make_scaler
 
-# The runs stand for this many data-parallel ranks that hold the same batch: each divides its loss by the number of
-# tokens of all ranks, and the gradients of all are summed. It is what makes gradients small.
+# The runs represent this many data-parallel ranks with the same batch: each divides its loss by the number of
+# tokens of all ranks, and the gradients of all are summed. That makes gradients as small as in a large run.
 REPLICAS = 1024
 STEPS, LR = 300, 2e-3
 
@@ -60,7 +60,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def start(name: str) -> tuple[Decoder, MixedAdamW, Any, Callable[[], None]]:
-    """Model, optimizer, scaler and what to call after a step. Names: of POLICIES, "fp8-" + a recipe, of MICRO."""
+    """Model, optimizer, scaler, and a call after each step. Names: POLICIES, "fp8-" + a recipe, MICRO."""
     group = dist.group.WORLD
     if name.startswith("fp8-") or name in MICRO:
         fp8 = MicroLinear(name) if name in MICRO else Fp8Linear(name.removeprefix("fp8-"))
@@ -69,7 +69,7 @@ def start(name: str) -> tuple[Decoder, MixedAdamW, Any, Callable[[], None]]:
         return model, optimizer, make_scaler(POLICIES["bf16"], group), fp8.end_step
     policy = "fp32" if name == "fp32, nudged" else name
     model = Decoder(linear, head=linear)
-    if name == "fp32, nudged":  # how far do two runs part that differ by the last bit of a weight?
+    if name == "fp32, nudged":  # how far do runs diverge that differ in the last bit of a weight?
         for p in model.parameters():
             p.data *= 1 + 2**-22
     optimizer = MixedAdamW(model.named_parameters(), POLICIES[policy], LR)
@@ -84,7 +84,7 @@ def held_out(model: Decoder, data: torch.Tensor) -> float:
 
 
 def curve(name: str, steps: int = STEPS, lr: float = LR, seed: int = 0) -> dict[str, Any]:
-    """Train; losses of all steps, the held-out loss at the end, what went wrong, if it did. `seed`: which batches."""
+    """Train; losses of all steps, the held-out loss at the end, an error, if any. `seed`: of the batches."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -117,8 +117,8 @@ def curve(name: str, steps: int = STEPS, lr: float = LR, seed: int = 0) -> dict[
 
 
 def curves(jobs: list[tuple], keep: Path | None = None) -> list[dict[str, Any]]:
-    """`curve(*job)` for all jobs, a process per core. With a folder to `keep` them in, finished runs are found again by
-    the next call, so that what takes long can be done in pieces: by one of the same commit only."""
+    """`curve(*job)` for all jobs, a process per core. With a folder `keep`, finished runs are reused by the
+    next call of the same commit, so that long work can be done in several calls."""
     os.environ["OMP_NUM_THREADS"] = "1"
     places: list[Path | None] = [None] * len(jobs)
     if keep:
@@ -138,5 +138,5 @@ def _run(job: tuple, place: Path | None) -> dict[str, Any]:
     if place:
         half = place.with_suffix(".part")
         half.write_text(json.dumps(run))
-        half.rename(place)  # whole, or not there
+        half.rename(place)  # complete, or not there
     return run

@@ -1,4 +1,4 @@
-"""What the scripts of this chapter share and nobody needs to read: a small decoder, its text, a table, a group."""
+"""Shared helpers of this chapter's scripts: a small decoder, its text, a table, a group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in fp32, or in fp64 if it was: what sums over many terms are taken in."""
+    """x in fp32, or in fp64 if it was: the dtype for sums of many terms."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -45,8 +45,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.linear(rms_norm(x, self.norm1), self.qkv)
-        # Attention itself is not part of a recipe; on a CPU its fused kernel is fast in fp32 only, so it is taken there
-        # and rounded once at the end, as a fused kernel on a GPU does.
+        # Attention itself is not part of a recipe. On a CPU its fused kernel is fast only in fp32, so it runs
+        # in fp32 and is rounded once at the end, as in a fused kernel on a GPU.
         inside = wide(qkv) if x.device.type == "cpu" else qkv
         q, k, v = inside.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 times [B, N, S, D]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(x.dtype)
@@ -112,7 +112,7 @@ def stdlib_bytes(limit: int = 1_000_000) -> Tensor:
 
 
 def batch(data: Tensor, step: int, rows: int = 6, length: int = 64) -> tuple[Tensor, Tensor]:
-    """tokens and labels [rows, length] of one step, the same whoever asks; the second half of `data` is held out."""
+    """tokens and labels [rows, length] of a step, the same in every call; half of `data` is held out."""
     generator = torch.Generator().manual_seed(step)
     if step >= 0:
         start = torch.randint(len(data) // 2 - length - 1, (rows, 1), generator=generator)
@@ -123,7 +123,7 @@ def batch(data: Tensor, step: int, rows: int = 6, length: int = 64) -> tuple[Ten
 
 
 class Report:
-    """A table of what was expected and what was measured, printed by rank 0."""
+    """A table of expected and measured values, printed by rank 0."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
@@ -156,7 +156,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoReturn:
-    """Start the process group, run the demo, say PASS or what is off."""
+    """Start the process group, run the demo, print PASS or what is off."""
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < gpus < local:
         OneLineParser().error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
@@ -167,7 +167,7 @@ def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoRe
     dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     assert dist.group.WORLD is not None
     rank, wrong = dist.get_rank(), demo(dist.group.WORLD, device)
-    gc.collect()  # what refers to the group in a cycle must not outlive it
+    gc.collect()  # cyclic references to the group must not outlive it
     dist.destroy_process_group()
     if rank == 0:
         print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")

@@ -4,9 +4,9 @@
     python 10_mixed_precision/in_depth/bench_fp8.py --gpu [--out DIR] [--seconds S]       one Hopper GPU
     python 10_mixed_precision/in_depth/bench_fp8.py --gpu --dry --out DIR   the same program on a CPU, with tiny sizes
 
-Both verify first: each recipe's three products against those of the quantised operands, on a GPU the hardware's against
-the emulated ones. The GPU part writes 10_fp8_speed, the most telling rows first, and begins none that would not end
-within --seconds.
+Both verify first: each recipe's three matmuls against the quantised operands' matmuls, on a GPU the
+hardware's against the emulated ones. The GPU part writes 10_fp8_speed, the most important rows first, and
+starts no row that would not end within --seconds.
 """
 
 import os
@@ -41,9 +41,9 @@ RUNS = {  # name in the table -> recipe, product
 }
 FEW = tuple(RUNS)[:3]
 SHAPES = ((16384, 8192), (8192, 4096), (8192, 8192))  # tokens, inputs and outputs
-# What the host starts for a layer, forward and backward: kernels of Triton or CUDA, and other operations (views count
-# as half). test_fp8_kernels.py counts them. Seconds for each: such that the first version's (9 kernels, 88 operations)
-# come to the 2.7 ms that they took beside an H200.
+# What the host launches for a layer, forward and backward: kernels of Triton or CUDA, and other operations
+# (views count as half). test_fp8_kernels.py counts them. Seconds for each are set so that the first version's
+# (9 kernels, 88 operations) add up to the 2.7 ms measured with an H200.
 STARTED = {"tensor": (6, 29), "tensor-delayed": (3, 26), "row": (6, 35), "block": (6, 25)}
 LAUNCH, OPERATION = 90e-6, 21e-6
 
@@ -56,11 +56,11 @@ def products(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tens
 
 
 def verify(device: str, hardware: bool) -> dict[str, str]:
-    """Exits non-zero if a recipe is not what it says. Returns those of RUNS that a GPU computes otherwise, or not at
-    all."""
+    """Exits non-zero if a recipe does not match its definition. Returns those of RUNS that a GPU computes
+    wrongly, or not at all."""
     torch.manual_seed(0)
     wrong: dict[str, str] = {}
-    M, K, N = (512, 2048, 2048) if hardware else (512, 384, 256)  # for a GPU such that Triton compiles once for all
+    M, K, N = (512, 2048, 2048) if hardware else (512, 384, 256)  # Triton compiles once
     x, weight, dy = (torch.randn(*s, device=device).bfloat16() for s in ((M, K), (N, K), (M, N)))
     for name, recipe in RECIPES.items():
         linear = Fp8Linear(name, matmul=emulated_matmul)
@@ -106,7 +106,7 @@ def outliers() -> None:
     for power in range(9):
         factor = 10.0**power
         x, ordinary = with_outliers(M, K, features=6, factor=factor)
-        # What the ordinary features contribute to y: the part that an error in them spoils.
+        # What the ordinary features contribute to y: the part that an error in them affects.
         rest = x[:, ordinary] @ weight[:, ordinary].T
         here = {name: there_and_back(x)[:, ordinary] for name, there_and_back in kinds.items()}
         row: list[float] = [factor]
@@ -126,7 +126,7 @@ def outliers() -> None:
 
 
 def accumulation() -> None:
-    """Sums of K products of one sign: relative error with 14 bits, by how often the sum is taken out."""
+    """Sums of K products of one sign: relative error with 14 bits, by how often the sum is promoted."""
     rows = []
     for K in (128, 512, 1024, 2048, 4096, 8192):
         a, b = (quantize(torch.randn(24, K, generator=torch.Generator().manual_seed(i)).abs(), e4m3) for i in range(2))
@@ -196,16 +196,16 @@ def linear_flops(tokens: int, size: int) -> float:
 
 
 def predicted_linear(name: str, tokens: int, size: int) -> float | None:
-    """How many times as fast as bf16, backward included: three products in fp8 and the bytes of quantisation, or, if
-    that is longer, what the host needs to start them."""
+    """Speedup over bf16, with backward: three matmuls in fp8 and the bytes of quantisation, or the launch
+    time of the host if that is longer."""
     gpu = predictions.here()
     flops = linear_flops(tokens, size)
     bf16, fp8 = predictions.product(gpu, flops), predictions.product(gpu, flops, "fp8")
     if bf16 is None or fp8 is None:
         return None
-    elements = 2 * (tokens * size) + size * size  # x and dy, and the weight; each is quantised for two products
-    # Bytes for each element: 16 bits read and 8 written twice, along rows and along columns; whole rows, and tensors
-    # without a history, are read once more before, for their largest elements.
+    elements = 2 * (tokens * size) + size * size  # x, dy and the weight; each is quantised for two matmuls
+    # Bytes per element: 16 bits read and 8 written twice, along rows and along columns; full rows, and
+    # tensors without a history, are read once more first, for their largest elements.
     passes = 2 + 2 if name in ("block", "tensor-delayed") else 2 + 2 + 2
     launches, operations = STARTED[name]
     quantised = predictions.moved(gpu, passes * elements, launches)
@@ -222,7 +222,7 @@ def gpu(dry: bool, out: Path | None, limit: float) -> None:
     device, interpreted = device_here().type, bool(os.environ.get("TRITON_INTERPRET"))
     wrong = verify(device, hardware=device == "cuda" and not interpreted)
     repeats = 3 if dry else 9
-    # On a stand-in GPU the recipes run as fp8.py has them: its kernels would be interpreted, which takes minutes.
+    # On an emulated GPU the recipes run as in fp8.py: the kernels would be interpreted, which takes minutes.
     where = "cpu" if interpreted else device
     table = Table(
         "10_fp8_speed",

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 
 if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
-    # Whether Triton interprets is settled when it is imported, and the harness imports it.
+    # Whether Triton interprets is decided when it is imported, and the harness imports it.
     os.environ["TRITON_INTERPRET"] = "1"
 
 import fp8_kernels
@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def on_gpu(x: torch.Tensor) -> bool:
-    """On a real one: Triton's interpreter, which a stand-in has, knows no bf16."""
+    """Whether it is a real GPU: Triton's interpreter, used for an emulated one, has no bf16."""
     return x.is_cuda and not os.environ.get("TRITON_INTERPRET")
 
 

@@ -1,12 +1,12 @@
-"""The product in CUDA: how exact its sums are, what nvcc makes of it, and, on a Hopper GPU, how fast it is.
+"""The matmul in CUDA: how exact its sums are, what nvcc compiles it to, and, on a Hopper GPU, how fast it is.
 
     python 10_mixed_precision/in_depth/bench_fp8_matmul.py
     python 10_mixed_precision/in_depth/bench_fp8_matmul.py --gpu [--out DIR] [--dry] [--seconds S]
 
-First it has to agree with its definition, in any order of its threads that is tried (on a GPU with the exact product).
-Without a GPU it writes errors of emulated sums (10_fp8_cuda). With --gpu: beside the kernel in Triton and beside bf16,
-which take turns with it (10_fp8_cuda_speed); that takes nvcc. Every element of what is timed is held against the exact
-product, before and after.
+First it must agree with its definition, in all tested orders of its threads (on a GPU with the exact matmul).
+Without a GPU it writes errors of emulated sums (10_fp8_cuda). With --gpu it is timed in turns with the Triton
+kernel and bf16 (10_fp8_cuda_speed), which needs nvcc. Every element of what is timed is compared with the
+exact matmul, before and after.
 """
 
 import math
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 
 if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
-    # Whether Triton interprets is settled when it is imported, and the harness imports it.
+    # Whether Triton interprets is decided when it is imported, and the harness imports it.
     os.environ["TRITON_INTERPRET"] = "1"
 
 import fp8_kernels
@@ -71,7 +71,7 @@ def sums() -> None:
     rows = []
     for K in (128, 512, 2048, 4096):
         a, b = of_one_sign(K)
-        whole = [q._replace(scale=torch.ones(1, 1), block=(0, 0)) for q in (a, b)]  # one scale, to compare with never
+        whole = [q._replace(scale=torch.ones(1, 1), block=(0, 0)) for q in (a, b)]  # one scale: no promotion
         kernel = error(cuda_matmul(a, b, torch.float32), a, b)
         reference = error(tensor_core_matmul(a, b, torch.float32), a, b)
         if not abs(kernel - reference) <= 1e-6:
@@ -119,9 +119,9 @@ def time_on_gpu(device: str, dry: bool, out: Path | None, limit: float) -> None:
         def ours(a=a, b=b, kind=kind) -> torch.Tensor:
             return cuda_matmul(a, b, kind)
 
-        torch.full((M, N), math.nan, dtype=kind, device=device)  # what the allocator hands out next for the result
+        torch.full((M, N), math.nan, dtype=kind, device=device)  # for the result's memory
         first = ours()
-        # Against the sum of the terms' sizes: 14 bits of each of 4 instructions, and bf16 rounds the result.
+        # Relative to the sum of |terms|: 14 bits of each of 4 instructions, and bf16 rounds the result.
         if not (error_there := error(first, a, b)) <= 3e-3:
             sys.exit(f"bench_fp8_matmul.py: {shape} is off by {error_there:.1e}; nothing is written")
         runs = {

@@ -3,8 +3,8 @@
     python 10_mixed_precision/in_depth/bench_fp8_recipes.py [--only recipes|rates] [--keep DIR] [--figures]
 
 First every recipe's gradients are checked. Then the runs, some minutes on two idle cores: `recipes` writes
-10_fp8_recipes and 10_fp8_curves, `rates` 10_fp8_learning_rates. With --keep, finished runs lie in that folder, and a
-second call of the same commit goes on from there.
+10_fp8_recipes and 10_fp8_curves, `rates` 10_fp8_learning_rates. With --keep, finished runs are stored in that
+folder, and a second call of the same commit continues from there.
 """
 
 import math
@@ -30,7 +30,7 @@ PRODUCTS = [
     "fp8-block",
     "mxfp8",
     "nvfp4",
-]  # what `--precision` of a trainer offers
+]  # choices of the trainer's `--precision`
 LIMIT = 0.5  # per cent of the loss of fp32, for DeepSeek-style fp8
 RATES = [LR, 1e-2, 3e-2, 1e-1]
 SWEPT = ["fp32", "fp8-tensor", "fp8-tensor-delayed", "fp8-block"]
@@ -80,7 +80,7 @@ def measure_recipes(keep: Path | None) -> None:
 
 
 def measure_rates(keep: Path | None) -> None:
-    """By learning rate and recipe: the median of runs on different batches, and the smallest and largest of them."""
+    """By learning rate and recipe: the median of runs on different batches, the smallest and the largest."""
     jobs = [(name, SWEEP_STEPS, lr, seed) for lr in RATES for name in SWEPT for seed in range(SEEDS)]
     runs, rows = curves(jobs, keep), []
     for i in range(0, len(jobs), SEEDS):

@@ -1,10 +1,10 @@
-"""MXFP8, MXFP4 and NVFP4 beside fp8: what each loses where, and a model with outliers in which the recipes part.
+"""MXFP8, MXFP4 and NVFP4 next to fp8: what each loses where, and a model with outliers that separates them.
 
     python 10_mixed_precision/in_depth/bench_microscaling.py [--only formats|model] [--figures]
 
-First all patterns must be torch's. `formats` takes seconds and writes 10_microscaling. `model` trains three decoders
-with K = 4096 in fp32, and then looks at each by every recipe and with outliers of three sizes: the loss on held-out
-text, and the gradients of one batch. That takes a minute or two of one core and writes 10_outlier_model.
+First all patterns must match torch's. `formats` takes seconds and writes 10_microscaling. `model` trains three
+decoders with K = 4096 in fp32 and evaluates each with every recipe and outliers of three sizes: the loss on
+held-out text, and the gradients of one batch. That takes 1 to 2 minutes of one core and writes 10_outlier_model.
 """
 
 import statistics
@@ -27,7 +27,7 @@ FIGURES = "10_mixed_precision/figures"
 RECIPES = ["tensor", "row", "block", "mxfp8", "mxfp4", "nvfp4"]
 FACTORS = [1, 2**7, 2**17]
 STEPS, SEEDS, LR = 150, 3, 2e-3
-LIMIT = 1.0  # per cent of the loss of fp32, for 8 bits and outliers as they are usual
+LIMIT = 1.0  # per cent of the loss of fp32, for 8 bits and usual outliers
 
 
 def verify() -> None:
@@ -86,7 +86,7 @@ def measure_formats() -> None:
 
 
 def looked_at(model: Decoder, data: Tensor, recipe: str, factor: int) -> tuple[float, Tensor]:
-    """Loss on held-out text, and the gradients of one batch, with products by the recipe and features of that size."""
+    """Loss on held-out text and gradients of a batch, with the recipe's matmuls and features of that size."""
     linear = F.linear if recipe == "fp32" else MicroLinear(recipe) if recipe in MICRO else Fp8Linear(recipe)
     for block in model.blocks:
         block.linear = LargeFeatures(linear, float(factor))

@@ -1,4 +1,4 @@
-"""Every 16-bit policy beside fp32: 300 steps on the same text from the same weights; what is lost, and where.
+"""Every 16-bit policy next to fp32: 300 steps on the same text from the same weights; what is lost where.
 
     python 10_mixed_precision/in_depth/bench_precision_policies.py [--figures]
 
@@ -30,7 +30,7 @@ SLOW = 2e-4  # a learning rate as late in a run, where updates are small beside 
 
 
 def verify() -> None:
-    """What a wrong policy would get wrong: exits non-zero before anything is measured."""
+    """Checks that a wrong policy would fail: exits non-zero before anything is measured."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for name, policy in POLICIES.items():
         model = Decoder(linear, head=linear, hidden=32, inner=64, layers=1)
@@ -60,7 +60,7 @@ def verify() -> None:
 
 
 def underflow() -> None:
-    """Which share of the gradients fp16 has no number for, without and with scaling: by power of two."""
+    """The fraction of gradients outside of fp16's range, without and with scaling, by power of two."""
     model = Decoder()
     tokens, labels = batch(stdlib_bytes(), 0)
     seen: list[torch.Tensor] = []
@@ -87,7 +87,7 @@ def underflow() -> None:
 
 
 def accumulation() -> None:
-    """The gradient of many micro-batches, added in bf16 and in fp32, against the exact sum of the same gradients."""
+    """The gradient of many micro-batches, summed in bf16 and in fp32, against the exact sum."""
     rows, counts = [], (1, 4, 16, 64, 256)
     optimizers = {}
     for name in ("bf16-master", "bf16"):
@@ -102,7 +102,7 @@ def accumulation() -> None:
                 p.grad = None
             (loss_sum(model, tokens, labels) / labels.numel() / counts[-1]).backward()
             mine = [p.grad.double() for p in optimizer.names]
-            if name == "bf16-master":  # autograd's own addition, but with this gradient known by itself
+            if name == "bf16-master":  # autograd's own addition, but with this gradient kept apart
                 exact = [a + b for a, b in zip(exact, mine, strict=True)] if exact else mine
                 for p, before in zip(optimizer.names, kept, strict=True):
                     p.grad = p.grad if before is None else before + p.grad
@@ -126,7 +126,7 @@ def accumulation() -> None:
 
 
 class Watch(torch.autograd.Function):
-    """Nothing in forward; keeps the gradient that comes by."""
+    """Identity in forward; records the gradient in backward."""
 
     @staticmethod
     def forward(ctx, x, seen):

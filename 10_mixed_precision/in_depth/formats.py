@@ -1,18 +1,18 @@
 """Floating-point formats from their bits: what a 16-bit or 8-bit number can hold, and what rounding does to a sum.
 
-Problem. A number of fewer bits is smaller to keep, cheaper to send and faster to multiply. It also has gaps. Whether
-a model still trains depends on where the gaps are, and "half precision" does not say.
+Problem. A number with fewer bits is smaller to store, cheaper to send and faster to multiply. It also has
+gaps. Whether a model still trains depends on where the gaps are, and "half precision" does not say.
 
-Idea. A format is two numbers, the bits of the exponent and those of the mantissa; all else follows. A pattern is
+Idea. A format is defined by two numbers, its bits of exponent and of mantissa; all else follows. A pattern is
 
     | s | e e e e e | m m m m m m m m m m |      fp16: 5 bits of exponent, 10 of mantissa, bias 2^(5-1) - 1 = 15
 
     e > 0    (-1)^s · 2^(e - bias) · (1 + m / 2^M)      normal: 2^M equal steps between powers of two
     e = 0    (-1)^s · 2^(1 - bias) · m / 2^M            subnormal: the same steps all the way down to zero
-    e = all ones: infinity (m = 0) and NaN in IEEE formats. e4m3 gives that up: only m = all ones is NaN there, so its
-    largest number is 448 and not 240, and there is no infinity (2209.05433, section 3.1).
+    e = all ones: infinity (m = 0) and NaN in IEEE formats. In e4m3 only m = all ones is NaN, so its largest
+    number is 448, not 240, and there is no infinity (2209.05433, section 3.1).
 
-                bits    exponent   mantissa    bought with the bits
+                bits    exponent   mantissa    purpose
     fp32         32        8          23
     tf32         19        8          10       fp32's range with fp16's resolution; in registers only, 32 bits in memory
     fp16         16        5          10       resolution
@@ -21,10 +21,10 @@ Idea. A format is two numbers, the bits of the exponent and those of the mantiss
     e5m2          8        5           2       gradients
 
 Formulas, for M bits of mantissa: spacing above 2^k is 2^(k-M); epsilon, the spacing above 1, is 2^-M; rounding to the
-nearest is off by at most half a spacing. So w + u is w again as soon as |u| < 2^(k-M-1). As w lies between 2^k and
-twice that, an update below 1/2^(M+2) of the weight (in bf16 1/512) is always *lost*, one above 1/2^(M+1) (1/256) never,
-and between the two it depends on w. Stochastic rounding rounds up with a probability equal to the fraction of the gap
-that is covered, and is right on average.
+nearest is off by at most half a spacing. So w + u rounds back to w if |u| < 2^(k-M-1). As w is between 2^k
+and twice that, an update below 1/2^(M+2) of the weight (in bf16 1/512) is always *lost*, one above 1/2^(M+1)
+(1/256) never, and between the two it depends on w. Stochastic rounding rounds up with a probability equal to
+the fraction of the gap that is covered, and is right on average.
 
 Run it:
     python formats.py                                    the table, checked against torch; sums that stall
@@ -47,7 +47,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format. `ieee`: the largest exponent is kept for infinity and NaN."""
+    """A binary floating-point format. `ieee`: the largest exponent is reserved for infinity and NaN."""
 
     name: str
     exponent: int  # bits
@@ -110,8 +110,8 @@ class Format:
     def round(self, x: Tensor) -> Tensor:
         """x, rounded to the nearest number of the format and to the even one at a tie; returned in fp64.
 
-        Out of range it is infinite where the format has infinities, else the largest number (saturation: hardware
-        offers both, and a scale that was a bit too small should not make NaN out of it).
+        Out of range it is infinite if the format has infinities, else the largest number (saturation:
+        hardware offers both, and a scale that is slightly too small should not produce NaN).
         """
         # --- exercise 10.22: round to nearest, ties to even ---
         gap = self.spacing(x)
@@ -140,7 +140,7 @@ Block = tuple[int, int]  # (rows, columns) that share a scale; 0 stands for all 
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in an 8-bit format; what is out of range becomes the largest number, and NaN stays NaN.
+    """x in an 8-bit format; values out of range become the largest number, and NaN stays NaN.
 
     Clamp first: whether a bare `.to(float8)` saturates or makes NaN (or infinity) differs between versions of torch.
     """
@@ -159,8 +159,8 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator |
     steps = x.double() / gap
     draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
     rounded = torch.floor(steps + draw) * gap  # floor(steps + draw) is one more iff draw >= 1 - fraction
-    # --- end exercise ---
-    # Infinite only if x was, and the format has infinities: what a cast to e4m3 makes of one differs between torch's.
+    # --- end exercise --- Infinite only if x was and the format has infinities: casts of infinity to e4m3
+    # differ between torch versions.
     edge = torch.full_like(rounded, math.inf if form.ieee else form.max).copysign(rounded)
     rounded = torch.where(x.isinf(), edge, rounded.clamp(-form.max, form.max))
     return rounded.to(dtype)
@@ -179,14 +179,14 @@ def running_sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
 def lost_updates(before: Tensor, exact: Tensor, after: Tensor) -> Tensor:
     """[elements that should have changed, from `before` to `exact`, and did not; those that should have changed].
 
-    Counts, not a share: counts of several tensors add up, and a matrix weighs more than a norm.
+    Counts, not a fraction: counts of several tensors add up, and a matrix counts more than a norm.
     """
     asked = exact.double() != before.double()
     return torch.stack([((after == before) & asked).sum(), asked.sum()])
 
 
 def share_of(counts: list[Tensor]) -> float | None:
-    """The share of lost elements in all tensors together, whatever their sizes; None if there are none."""
+    """The fraction of lost elements in all tensors together; None if there are none."""
     if not counts:
         return None
     lost, asked = torch.stack(counts).sum(0).tolist()
@@ -197,7 +197,7 @@ def share_of(counts: list[Tensor]) -> float | None:
 
 
 class Quantized(NamedTuple):
-    """x ~ values · scale, where scale [ceil(R/rows), ceil(C/columns)] has one number for each block of x [R, C]."""
+    """x ~ values · scale, where scale [ceil(R/rows), ceil(C/columns)] has one value per block of x [R, C]."""
 
     values: Tensor
     scale: Tensor
@@ -209,7 +209,7 @@ class Quantized(NamedTuple):
 
 def amax_of(x: Tensor, block: Block) -> Tensor:
     """The largest |x| of each block, in fp32. x [R, C] -> [ceil(R/rows), ceil(C/columns)]; the last may be smaller."""
-    if x.numel() == 0:  # no tokens came: blocks of whole columns have an amax of 0, and of blocks of rows there is none
+    if x.numel() == 0:  # no tokens: blocks of full columns have an amax of 0, and there are no blocks of rows
         return x.new_zeros([-(-n // b) if b else 1 for n, b in zip(x.shape, block, strict=True)], dtype=torch.float32)
     rows, columns = block[0] or x.shape[0], block[1] or x.shape[1]
     # --- exercise 10.30: the largest element of each block ---
@@ -246,7 +246,7 @@ def transpose(q: Quantized) -> Quantized:
 
 
 def emulated_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """a [M, K] times b [N, K]ᵀ: the products of the 8-bit values and their scales, summed in fp32 (fp64 for fp64)."""
+    """a [M, K] times b [N, K]ᵀ: products of 8-bit values and their scales, summed in fp32 (fp64 for fp64)."""
     kind = torch.promote_types(dtype, torch.float32)
     left, right = a.dequantize(kind), b.dequantize(kind)
     with torch.autocast(left.device.type, enabled=False):  # it would round them to bf16
@@ -299,8 +299,8 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     report.add("rounded to nearest: the weight", 1.0, nearest.mean(dtype=torch.float32).item())
     mean = drawn.mean(dtype=torch.float32).item()
     report.add("rounded stochastically: mean of 4096 weights", "2 ± 0.02", f"{mean:.3f}", abs(mean - 2) < 0.02)
-    # Replicas must draw the same bits, or their weights drift apart and no gradient brings them back together.
-    mine = drawn.to(device)  # nccl sends what lies on a GPU, and nothing else
+    # Replicas must draw the same bits, or their weights drift apart, which no gradient corrects.
+    mine = drawn.to(device)  # NCCL sends only GPU tensors
     alike = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(alike, mine, group=group)
     report.add("ranks with the same weights, same seed", len(alike), sum(torch.equal(mine, other) for other in alike))

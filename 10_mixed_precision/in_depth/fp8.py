@@ -1,8 +1,8 @@
 """A linear layer in 8 bits: one scale per tensor, per row, or per tile, for three matrix products.
 
-Problem. Tensor cores multiply fp8 twice as fast as bf16, but e4m3 holds 18 powers of two and eight steps in each. A
-gradient of 1e-5 is zero in it, an activation of 500 is too large. So every tensor needs a scale. One scale must cover
-the largest element, and a single outlier then pushes all the others towards zero.
+Problem. Tensor cores multiply fp8 twice as fast as bf16, but e4m3 has 18 powers of two and eight steps in
+each. A gradient of 1e-5 is zero in it, an activation of 500 is too large. So every tensor needs a scale. One
+scale must cover the largest element, so a single outlier pushes all others towards zero.
 
 Idea. q = x / s in fp8, s = amax / 448 in fp32, x ~ q · s. The question is how many elements share an s:
 
@@ -20,24 +20,24 @@ Three products, each with its own sum, and a scale may not change inside a sum w
 With one scale per tensor, or per 128 x 128 block, one quantised copy serves both directions.
 
     recipe           scale of x, dy / W        from                    formats (forward, gradients)    source
-    tensor           whole / whole             this tensor             e4m3, e5m2                      2209.05433
-    tensor-delayed   whole / whole             largest of 16 steps     e4m3, e5m2                      Transf. Engine
+    tensor           full / full               this tensor             e4m3, e5m2                      2209.05433
+    tensor-delayed   full / full               largest of 16 steps     e4m3, e5m2                      Transf. Engine
     row              1 x all / 1 x all         this tensor             e4m3, e4m3                      torchao
     block            1 x 128 / 128 x 128       this tensor             e4m3, e4m3                      2412.19437, 3.3.2
-(16 steps are this file's choice; Transformer Engine looks back over 1024 unless told otherwise.)
+(16 steps are this file's choice; Transformer Engine's default is 1024.)
 
-Sharing. If ranks hold pieces of a tensor, its amax is the largest of all pieces: an all-reduce (MAX) over that group,
-or ranks would round the same numbers differently. Delayed scaling sends all amaxes of a step as one message. Tiles
-need no message as long as the tensor is cut at multiples of 128.
+Sharing. If ranks hold shards of a tensor, its amax is the largest of all shards: an all-reduce (MAX) over
+that group, or ranks would round the same values differently. Delayed scaling sends all amaxes of a step in
+one message. Tiles need no message as long as the tensor is split at multiples of 128.
 
-Bytes kept for backward: x and W in fp8, M·K + N·K, and their scales. A bf16 layer keeps 2·M·K, and no copy of W.
+Bytes saved for backward: x and W in fp8, M·K + N·K, and their scales. A bf16 layer saves 2·M·K, no copy of W.
 
 Run it:
-    python fp8.py                                    every recipe: errors of the three products, bytes kept
-    torchrun --nproc_per_node 2 fp8.py               tokens cut over ranks: same results as on one rank
-This script emulates, on a GPU too: real fp8 values, products in fp32. `Fp8Linear(recipe, device="cuda")` multiplies on
-the fp8 tensor cores of a Hopper GPU (fp8_kernels.py), as `bench_fp8.py --gpu` and the trainer do.
-The last line is PASS, or the script exits with 1 and says which number is off.
+    python fp8.py                                    every recipe: errors of the three products, bytes saved
+    torchrun --nproc_per_node 2 fp8.py               tokens sharded over ranks: same results as on one rank
+This script emulates, also on a GPU: real fp8 values, matmuls in fp32. `Fp8Linear(recipe, device="cuda")`
+multiplies on the fp8 tensor cores of a Hopper GPU (fp8_kernels.py), as `bench_fp8.py --gpu` and the trainer
+do. The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Legend: x [M, K] activations of M tokens, W [N, K] a weight, dy [M, N] the gradient of y. Blocks are (rows, columns);
 # 0 stands for all of them.
 e5m2 = torch.float8_e5m2
-PRODUCTS = ("triton", "cuda")  # who multiplies on a GPU
+PRODUCTS = ("triton", "cuda")  # kernels for a GPU
 NAMES = {"x": "an input", "w": "a weight", "dy": "a gradient"}
 
 
 def check_finite(amax: Tensor, what: str) -> None:
-    """FloatingPointError where x has an infinity or NaN, which a saturating cast would hide or spread."""
+    """Raise FloatingPointError if x has infinity or NaN, which a saturating cast would hide or spread."""
     if not torch.isfinite(amax).all():
         raise FloatingPointError(f"fp8: {what} has an infinity or NaN, and no scale fits it; look at what made it")
 
 
 def not_nan(amax: Tensor) -> Tensor:
-    """With infinity for NaN: the largest of several ranks' amaxes may leave out a NaN, and no infinity."""
+    """Replace NaN by infinity: a maximum over ranks may ignore NaN, but not infinity."""
     return amax.nan_to_num(torch.inf, torch.inf)
 
 
@@ -103,11 +103,11 @@ RECIPES = {
 
 
 def tensor_core_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, promote: int = TILE, bits: int = 14) -> Tensor:
-    """The same as Hopper's tensor cores add it up, for looking at, not for training: memory M·N·33.
+    """The matmul as summed by Hopper's tensor cores, for study, not for training: memory M·N·33.
 
-    They take 32 products at a time, shift them and the accumulator to the largest exponent among them, keep `bits` bits
-    and cut off the rest (2412.19437, section 3.5.2). The remedy is to take the partial sum out after every `promote`
-    terms and to add it to an fp32 register (section 3.3.2; there 128, four instructions). 0: never.
+    They take 32 products at a time, shift them and the accumulator to the largest exponent among them, keep
+    `bits` bits and truncate the rest (2412.19437, section 3.5.2). The remedy is to add the partial sum to an
+    fp32 register after every `promote` terms (section 3.3.2; there 128, four instructions). 0: never.
     """
     K = a.values.shape[1]
     if promote == 0 and a.scale.shape[1] * b.scale.shape[1] > 1:
@@ -132,7 +132,7 @@ def tensor_core_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, promote: 
 
 class ThreeProducts(torch.autograd.Function):
     """y = x Wᵀ with its gradients. `operands(tensor, role)` gives the two quantised forms of a tensor: for a sum along
-    its rows, and for one along its columns. `matmul(a, b, dtype)` is a bᵀ. Kept for backward: x and W in 8 bits."""
+    its rows, and for one along its columns. `matmul(a, b, dtype)` is a bᵀ. Saved for backward: x and W in 8 bits."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, operands: Callable, matmul: Callable[..., Tensor]):
@@ -156,7 +156,7 @@ class ThreeProducts(torch.autograd.Function):
 
 
 class Fp8Linear:
-    """`linear(x, weight)` by a recipe, for any number of layers: it tells them apart by their weight.
+    """`linear(x, weight)` by a recipe, for any number of layers, which are identified by their weight.
 
         linear = Fp8Linear("tensor-delayed", amax_group=group)
         model = Llama(config, replace(Parts(), linear=linear))      # or ColumnParallelLinear(..., linear=linear)
@@ -164,25 +164,25 @@ class Fp8Linear:
         linear.end_step()                                            # once per optimizer step, on every rank
 
     recipe       a key of RECIPES
-    amax_group   the ranks over which an amax is shared: those that hold pieces of the same tensors (tensor parallel)
-                 or of the same batch (data and context parallel). Used with one scale per tensor only. None, or a
-                 group of one rank: nobody shares. All of its ranks must run the same layers in the same order.
+    amax_group   the ranks that share an amax: those with shards of the same tensors (tensor parallel) or of the
+                 same batch (data and context parallel). Used only with one scale per tensor. None, or a group
+                 of one rank: not shared. All of its ranks must run the same layers in the same order.
     matmul       (a, b, dtype) -> a bᵀ. None: emulated_matmul on a CPU, fp8_kernels.py on a GPU, Hopper or later
     product      on a GPU: "triton", or "cuda" for recipe block on Hopper, where nvcc is (fp8_matmul.py)
 
-    Raises FloatingPointError if an input has NaN or infinity: at once on a CPU, in end_step() on a GPU (asking at once
-    would make it wait each time). Where ranks share amaxes all of them raise, whichever has it: with a delayed scale
-    in end_step(), where they next share one. Recipes "row" and "block" share none, so there one rank raises alone.
+    Raises FloatingPointError if an input has NaN or infinity: at once on a CPU, in end_step() on a GPU (a check at
+    once would synchronize). Where ranks share amaxes all raise: with a delayed scale in end_step(), where they next
+    share one. Recipes "row" and "block" share none, so there only the rank with the value raises.
 
-    A history of zeros (an expert without tokens, a weight that begins as zeros) makes no scale: then it is the tensor's
-    own amax, as in the first step.
+    A history of zeros (an expert without tokens, a weight that begins as zeros) gives no scale: the tensor's own
+    amax does then, as in the first step.
 
-    A forward pass without gradients, as in a validation, is no part of a step: it makes no history, and a GPU notes
-    nothing of it. If it is the first of two, as in recomputation, the second one is.
+    A forward pass without gradients, as in validation, is not part of a step: it adds nothing to the history,
+    and a GPU records nothing. With recomputation the second forward pass is the one that counts.
 
-    On a GPU each operand is read and written by kernels that make both of its forms. A weight is quantised anew in each
-    forward pass, also where several micro-batches use the same one: keeping it would cost 2 N K bytes in all layers at
-    one time, and an optimizer that writes weights in a kernel of its own does not tell PyTorch that they have changed.
+    On a GPU each operand is read and written by kernels that make both of its forms. A weight is quantised
+    again in each forward pass, also for each micro-batch: saving it would cost 2 N K bytes in all layers at
+    once, and an optimizer that writes weights in its own kernel does not tell PyTorch that they have changed.
     """
 
     def __init__(
@@ -221,38 +221,38 @@ class Fp8Linear:
         self.matmul = matmul or (self.kernels.scaled_matmul if self.kernels else emulated_matmul)
         self.per_tensor = self.recipe.activation == (0, 0)
         self.histories: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> role -> History
-        self.columns: list[History] = []  # those whose tensors are columns of `past`, `now` and `peak`
+        self.columns: list[History] = []  # whose tensors are columns of `past`, `now` and `peak`
         self.ended = 0  # steps
-        self.bad: list[tuple[str, Tensor]] = []  # on a GPU: amaxes to look at in end_step(),
-        self.notes: dict[str, Tensor] = {}  # and those where kernels left the largest of all tensors of a name
+        self.bad: list[tuple[str, Tensor]] = []  # on a GPU: amaxes to check in end_step(),
+        self.notes: dict[str, Tensor] = {}  # and those with the largest element of all tensors of a name
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [..., K] Wᵀ -> [..., N]"""
         return self.product(x, weight)
 
     def several(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        """x through several layers, as one after the other, but x is quantised once: what they keep of it for backward
-        is the same. With a history every layer notes the amax of x under its own weight, and quantises it itself."""
+        """x through several layers, as one by one, but quantised once: they save the same form for backward.
+        With a history every layer records the amax of x under its own weight, and quantises x itself."""
         shared: dict[str, Any] | None = None if self.recipe.history else {}
         products = [self.product(x, weight, shared) for weight in weights]
         if shared is not None:
-            shared.clear()  # a backward that holds it need not hold the form of x that only forward multiplies
+            shared.clear()  # so that backward does not hold the form of x that only forward uses
         return products
 
     def product(self, x: Tensor, weight: Tensor, shared: dict[str, Any] | None = None) -> Tensor:
-        """One layer; `shared` has what it shares with others of the same x, and is filled by the first of them."""
+        """One layer. `shared` has the forms of x for layers of the same x; the first layer fills it."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))  # y takes the dtype of x
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # [B, S, K] -> [M, K]
-        # A rank without tokens (an expert nobody chose) still shares its amax; a kernel has nothing to do for it.
+        # A rank without tokens (an expert without rows) still shares its amax, but needs no kernel.
         matmul = self.matmul if len(rows) else emulated_matmul
-        lack = -len(rows) % 16 if self.kernels else 0  # an expert gets any number; rows of zeros change nothing
+        lack = -len(rows) % 16 if self.kernels else 0  # experts get any number of rows; zeros change nothing
         rows = F.pad(rows, (0, 0, 0, lack)) if lack else rows
         if self.kernels:
             check_sizes(*weight.shape)
 
-        counts = torch.is_grad_enabled()  # asked here: inside `apply` it is off
+        counts = torch.is_grad_enabled()  # read here: inside `apply` it is off
 
         def operands(tensor: Tensor, role: str) -> tuple[Quantized, Quantized]:
             if role != "x" or shared is None:
@@ -275,17 +275,17 @@ class Fp8Linear:
         return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
 
     def quantize(self, tensor: Tensor, role: str, block: Block, weight: Tensor, counts: bool = True) -> Quantized:
-        """One operand in fp8, by the recipe, in PyTorch. `counts`: in a step."""
+        """One operand in fp8, by the recipe, in PyTorch. `counts`: whether it is part of a step."""
         dtype = self.recipe.gradient_dtype if role == "dy" else e4m3
         what = f"{NAMES[role]} of shape {[*tensor.shape]}"
         if self.per_tensor:
             amax = not_nan(amax_of(tensor, block))
             shared = self.share(amax, role, weight, counts)
-            # Only now: a rank that raised before it sent its amax would leave the others waiting for it.
+            # Only now: a rank that raised before it sent its amax would leave the others waiting.
             self.watch(amax if self.group is None else shared, what, counts)
             return quantize(tensor, dtype, block, shared)
         q = quantize(tensor, dtype, block)
-        self.watch(q.scale, what, counts)  # a scale of a block with NaN or infinity is not finite either
+        self.watch(q.scale, what, counts)  # a block with NaN or infinity has a scale that is not finite
         return q
 
     def both(self, tensor: Tensor, role: str, weight: Tensor, counts: bool) -> tuple[Quantized, Quantized]:
@@ -299,7 +299,7 @@ class Fp8Linear:
                 check_finite(note, what)
             return forms
         history = self.history(weight, role, tensor.device) if self.recipe.history else None
-        if history and history.steps > 0:  # the scale is known before: one read of the tensor is enough for all
+        if history and history.steps > 0:  # the scale is already known: one read of the tensor is enough
             return self.kernels.cast(tensor, dtype, history.peak, history.now if counts else None)
         amax = self.kernels.amax(tensor)
         shared = self.share(amax, role, weight, counts)
@@ -307,8 +307,8 @@ class Fp8Linear:
         return self.kernels.cast(tensor, dtype, shared)
 
     def note(self, what: str, device: torch.device, counts: bool) -> Tensor:
-        """Where kernels leave the largest element of the tensors of this name, [1, 1] in fp32. It is looked at in
-        end_step(), unless this is no part of a step."""
+        """Where kernels store the largest element of the tensors of this name, [1, 1] in fp32. It is checked
+        in end_step(), unless this is not part of a step."""
         if counts and what in self.notes:
             return self.notes[what]
         note = torch.zeros(1, 1, dtype=torch.float32, device=device)
@@ -319,7 +319,7 @@ class Fp8Linear:
     def watch(self, amax: Tensor, what: str, counts: bool) -> None:
         if amax.device.type == "cpu":
             check_finite(amax, what)
-        elif counts:  # or they would pile up where nobody calls end_step()
+        elif counts:  # or they would accumulate without end_step()
             if amax.numel() != 1:
                 amax = (amax.amax() if amax.numel() else amax.sum()).view(1, 1)
             self.bad.append((what, amax))
@@ -331,7 +331,7 @@ class Fp8Linear:
         return roles[role]
 
     def share(self, amax: Tensor, role: str, weight: Tensor, counts: bool) -> Tensor:
-        """The amax that makes the scale [1, 1]: of this tensor or of the last steps, of this rank's piece or of all."""
+        """The amax for the scale [1, 1]: of this tensor or the last steps, of this rank's shard or all."""
         if self.recipe.history:
             history = self.history(weight, role, amax.device)
             # --- exercise 10.35: remember this step, unless it does not count, and use the steps before ---
@@ -347,7 +347,7 @@ class Fp8Linear:
         return amax
 
     def end_step(self) -> None:
-        """After the optimizer step: the step's amaxes become history, as one message for all layers."""
+        """After the optimizer step: add the step's amaxes to the history, in one message for all layers."""
         bad, self.bad, self.notes = [*self.bad, *self.notes.items()], [], {}
         histories = [history for roles in self.histories.values() for history in roles.values()]
         if histories != self.columns:
@@ -372,7 +372,7 @@ class Fp8Linear:
             history.steps = history.steps + 1 if history.quiet < self.recipe.history else 0
 
     def line_up(self, histories: list[History]) -> None:
-        """Their tensors become columns of common ones: however many layers, the end of a step is a few operations."""
+        """Make their tensors columns of shared ones: end_step() is a few operations for all layers together."""
         self.past, self.now, self.peak = (
             torch.cat([getattr(history, name) for history in histories], dim=1) for name in ("past", "now", "peak")
         )
@@ -382,7 +382,7 @@ class Fp8Linear:
         self.columns = histories
 
     def leave_out_step(self) -> None:
-        """In place of end_step() where the weights stay as they are: nothing of this step is remembered."""
+        """Replaces end_step() for a step that leaves the weights unchanged: its amaxes are dropped."""
         self.notes = {}
         self.bad = []
         for history in (history for roles in self.histories.values() for history in roles.values()):
@@ -390,8 +390,8 @@ class Fp8Linear:
 
 
 class History:
-    """Of one operand of a layer: the amaxes of the last steps, a ring buffer, the largest of them, and the amax of the
-    step under way. From the end of its first step on these are views of tensors that all layers share."""
+    """For one operand of a layer: the amaxes of the last steps in a ring buffer, the largest of them, and the
+    current step's amax. After its first step these are views of tensors that all layers share."""
 
     def __init__(self, length: int, device: torch.device):
         self.past, self.now, self.peak = (torch.zeros(n, 1, device=device) for n in (length, 1, 1))
@@ -411,8 +411,8 @@ def check_sizes(outputs: int, inputs: int) -> None:
 
 
 def with_outliers(rows: int, columns: int, features: int = 1, factor: float = 1e5) -> tuple[Tensor, Tensor]:
-    """Activations as large models have them (2208.07339): normal, but huge in a few features, and always in the same.
-    Returns x [rows, columns] and which columns are ordinary."""
+    """Activations as large models have them (2208.07339): normal, but huge in a few features, always the same
+    ones. Returns x [rows, columns] and which columns are ordinary."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, columns, generator=generator)
     ordinary = torch.ones(columns, dtype=torch.bool)
@@ -423,8 +423,8 @@ def with_outliers(rows: int, columns: int, features: int = 1, factor: float = 1e
 
 class LargeFeatures:
     """`linear(x, weight)` in a model with outliers: of x's K features the same few are `factor` times as large, and
-    their weights as much smaller. A power of two, so that in fp32 neither y nor a gradient changes by a bit: whatever a
-    recipe loses with it, it loses because 8 bits have to hold both kinds at once.
+    their weights as much smaller. A power of two, so that in fp32 neither y nor a gradient changes by a bit.
+    So any loss of a recipe comes from 8 bits for both kinds at once.
 
     Layers with fewer than `least` inputs stay as they are. Six features of 4096 are what 2208.07339 finds at 6.7 B
     parameters; factors of about 100 are usual (2211.10438), and 100,000 have been seen (2402.17762).
@@ -463,13 +463,13 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     sizes: dict[str, Any] = dict(hidden=128, inner=256, layers=1)
     tokens, labels = (t.to(device) for t in batch(stdlib_bytes(200_000), 0, rows=2 * ranks))
     mine = slice(2 * rank, 2 * rank + 2)
-    # Emulated in float64, a sum does not depend on its order: what differs then is a scale that was not shared.
+    # Emulated in float64, sums do not depend on their order, so a difference is a scale that was not shared.
     exact = step_of(Decoder(**sizes).to(device, torch.float64), None, tokens, labels, labels.numel())
     for name in RECIPES:
         alone, shared = (Fp8Linear(name, g, matmul=emulated_matmul) for g in (None, group))
         dense = step_of(
             Decoder(alone, **sizes).to(device, torch.float64), alone, tokens, labels, labels.numel()
-        )  # the reference: the whole batch on one rank, in the same recipe
+        )  # the reference: the full batch on one rank, in the same recipe
         model = Decoder(shared, **sizes).to(device, torch.float64)
         run = step_of(model, shared, tokens[mine], labels[mine], labels.numel())
         for tensor in run.values():
@@ -477,7 +477,7 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         worst = max((relative(run[key], dense[key]) for key in dense), key=lambda e: (e != e, e))  # a NaN is the worst
         report.title(f"{name} on {ranks} rank(s)")
         own = max((relative(dense[key], exact[key]) for key in dense), key=lambda e: (e != e, e))
-        # Scales of "row" reach over all tokens of a rank in Wgrad: cut differently, they are others, not worse ones.
+        # In Wgrad a scale of "row" covers all tokens of a rank: another sharding has other, not worse scales.
         limit = own if name == "row" else 1e-10
         report.add("against the same recipe on one rank", f"<= {limit:.1e}", f"{worst:.1e}", worst <= limit)
         report.add("that recipe against none: largest error", "<= 0.15", f"{own:.3f}", own <= 0.15)

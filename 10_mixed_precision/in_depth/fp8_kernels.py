@@ -1,34 +1,34 @@
 """fp8 on a GPU: quantise in one pass over memory, and multiply on fp8 tensor cores with a scale for every 128 terms.
 
-Problem. fp8.py says what a recipe computes. Done op by op, quantising reads and writes a tensor five times, and that
-costs more than the faster product saves. A product with a scale per tile is not in every library at all.
+Problem. fp8.py defines what a recipe computes. Done op by op, quantising reads and writes a tensor five
+times, which costs more than the faster matmul saves. And few libraries have a matmul with a scale per tile.
 
-Idea. Each program of the first kernel takes a 128 x 128 piece of x into registers, finds the largest element of
-each row, of each column, or of the whole piece, divides, rounds and writes 8 bits. It reads x once. For products that
-sum over rows it also turns the piece around while it has it, and an operand of two products is written in both forms
-from one read (`quantize_both`, `cast`):
+Idea. Each program of the first kernel loads a 128 x 128 tile of x into registers, finds the largest element
+of each row, of each column, or of the full tile, divides, rounds and writes 8 bits. It reads x once. For
+matmuls that sum over rows it also transposes the tile in registers, and an operand of two matmuls is written
+in both forms from one read (`quantize_both`, `cast`):
 
      x [M, K], 16 bits                     q [M, K], 8 bits, or [K, M]        s, fp32
     +-----+-----+                         +-----+-----+                       1 x 128:    [M, K/128]
     | 128 |     |  -> amax, 1/s, round -> |     |     |                       128 x 1:    [M/128, K]
     +-----+-----+                         +-----+-----+                       128 x 128:  [M/128, K/128]
 
-The other is a tiled matmul whose inner loop is 128 terms long. The tensor core sums those with its own, limited
-precision; then the partial sum is scaled and added to fp32 registers on the ordinary cores. One multiplication serves
-two ends: it applies the scales of the tile, and it takes the sum out of the tensor core before it is too long
-(2412.19437, section 3.3.2 and figure 7).
+The other is a tiled matmul whose inner loop is 128 terms long. The tensor core sums those with its own,
+limited precision; then the partial sum is scaled and added to fp32 registers on the CUDA cores. One
+multiplication does two things: it applies the scales of the tile, and it moves the sum out of the tensor core
+before it is too long (2412.19437, section 3.3.2 and figure 7).
 
-Why turn x around? The fp8 instructions of Hopper want both operands with the summed dimension contiguous in memory.
-Dgrad sums over the rows of W, Wgrad over those of dy and x, so backward needs transposed copies: of one byte each.
+Why transpose x? Hopper's fp8 instructions need both operands with the summed dimension contiguous in memory.
+Dgrad sums over rows of W, Wgrad over rows of dy and x, so backward needs transposed copies, of 1 byte each.
 
-Few launches. The host needs tens of microseconds for each kernel and each operation of PyTorch that it starts, and a
-layer of 4096 x 4096 is done in a millisecond. So a kernel does what an operation could do after it: programs join their
-maxima by an atomic one, a scale is computed where it is used, and the largest element of all, by which fp8.py finds an
-infinity, is left in one number on the way.
+Few launches. The host needs tens of microseconds for each kernel and each PyTorch operation that it launches,
+and a layer of 4096 x 4096 takes a millisecond. So a kernel also does what could be an operation after it:
+programs combine their maxima by an atomic maximum, a scale is computed where it is used, and the largest
+element of all, by which fp8.py finds an infinity, is stored as a by-product.
 
-Traffic, for x [M, K] in bf16: 2 M K read, M K written, and 4 M K / 128 of scales. By the data sheet of an H200, 4.8
-TB/s and 1979 TFLOP/s of fp8, a tensor of 8192 x 8192 takes 42 us and the product of two such 0.56 ms: quantising five
-operands is not free.
+Traffic, for x [M, K] in bf16: 2 M K read, M K written, and 4 M K / 128 of scales. By the data sheet of an
+H200, 4.8 TB/s and 1979 TFLOP/s of fp8, a tensor of 8192 x 8192 takes 42 us and the matmul of two such 0.56
+ms: quantising five operands is not free.
 
 Run it:
     python fp8_kernels.py                                    on a CPU: Triton's interpreter, tiny sizes; else the GPU
@@ -72,22 +72,22 @@ from formats import quantize as reference_quantize
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-if triton.knobs.runtime.interpret:  # parts of PyTorch may have imported Triton before: then its own functions compile
+if triton.knobs.runtime.interpret:  # if PyTorch has imported Triton before, its own functions compile
     for name, function in list(vars(tl.standard).items()):
         if isinstance(function, JITFunction):
             setattr(tl.standard, name, triton.jit(function.fn))
             if getattr(tl, name, None) is function:
                 setattr(tl, name, getattr(tl.standard, name))
 
-GIVEN, PER_ROW, PER_COLUMN, PER_TILE = 0, 1, 2, 3  # where a program of quantize_kernel gets its scales from
+GIVEN, PER_ROW, PER_COLUMN, PER_TILE = 0, 1, 2, 3  # the source of quantize_kernel's scales
 INTERPRETED = triton.knobs.runtime.interpret
 MODES = {(1, TILE): PER_ROW, (TILE, 1): PER_COLUMN, (TILE, TILE): PER_TILE}
 
 
 def refusal(device: torch.device | str) -> str:
-    """Why this GPU is not for these kernels, in one line without advice; "" if it is.
+    """Why these kernels cannot run on this GPU, in one line without advice; "" if they can.
 
-    Before 8.9 (Ada) a GPU has no fp8 units, and Triton has no e4m3. Ada has both, but nothing here was written for it.
+    Before 8.9 (Ada) a GPU has no fp8 units, and Triton no e4m3. Ada has both, but these kernels do not target it.
     """
     have = torch.cuda.get_device_capability(device)
     if have < (9, 0):
@@ -112,25 +112,25 @@ def on_its_gpu(function: Callable) -> Callable:
 
 @triton.jit
 def magnitude(x):
-    """|x|, where NaN counts as infinite: a maximum of Triton passes NaN over in silence."""
+    """|x|, where NaN counts as infinite, because Triton's maximum ignores NaN silently."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
 def round_by_hand(x, mantissa: tl.constexpr, smallest):
-    """x to the nearest number with so many bits of mantissa, ties to even, still in fp32. For Triton's interpreter: its
-    cast to fp8 forgets to carry into the exponent (124 becomes 64, not 128), unless nothing is left to round."""
+    """x to the nearest value with so many bits of mantissa, ties to even, still in fp32. For Triton's interpreter,
+    whose cast to fp8 does not carry into the exponent (124 becomes 64, not 128) unless nothing is rounded."""
     drop: tl.constexpr = 23 - mantissa
     bits = x.to(tl.int32, bitcast=True)
     bits += (1 << (drop - 1)) - 1 + ((bits >> drop) & 1)  # half of the last place, and the tie to even
     normal = ((bits >> drop) << drop).to(tl.float32, bitcast=True)
-    shift = smallest * 12582912.0  # 1.5 · 2^23 of the smallest: added, it pushes what is finer out of the mantissa
+    shift = smallest * 12582912.0  # 1.5 · 2^23 of the smallest: adding it drops finer bits
     return tl.where(tl.abs(x) < smallest * (1 << mantissa), (x + shift) - shift, normal)
 
 
 @triton.jit
 def saturated(scaled, largest, smallest, MANTISSA: tl.constexpr, BY_HAND: tl.constexpr):
-    """scaled, no larger than the format allows, so that a cast to it is all that is left to do."""
+    """`scaled`, clamped to the range of the format, so that only a cast to it is left."""
     # A given scale may be too small for x, so saturate; but the minimum of NaN and 448 is 448, and NaN must stay.
     clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
     if BY_HAND:
@@ -140,27 +140,27 @@ def saturated(scaled, largest, smallest, MANTISSA: tl.constexpr, BY_HAND: tl.con
 
 @triton.jit
 def scale_of_amax(amax, largest):
-    """The same as formats.scale_of, for an amax that is no NaN."""
+    """The same as formats.scale_of, for an amax that is not NaN."""
     return tl.where(amax > 0, tl.maximum(amax / largest, 1.1754943508222875e-38), 1.0)
 
 
 @triton.jit
 def amax_kernel(x, out, count, SIZE: tl.constexpr):
-    """out[0] = the largest of itself and of all |x|. Programs may come in any order: a maximum has none."""
+    """out[0] = the largest of itself and all |x|. Programs may run in any order, since a maximum has none."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     peak = tl.max(magnitude(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)), 0)
     tl.atomic_max(out, peak, sem="relaxed")
 
 
-# Of a history's numbers most begin at addresses that 16 does not divide; Triton need not compile anew for the others.
+# Most values of a history are not aligned to 16 bytes; Triton need not compile again for the aligned ones.
 @triton.jit(do_not_specialize_on_alignment=["given", "note"])
 def quantize_kernel(
     x, q, turned, s, given, note, rows, columns, x_row, q_row, q_column, s_row, s_column, largest, smallest,
     MODE: tl.constexpr, BOTH: tl.constexpr, MANTISSA: tl.constexpr, BY_HAND: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] to 8 bits, one SIZE x SIZE piece per program. Strides of q turn it around, or do not; BOTH
-    writes it a second time, in `turned` [columns, rows]. `given`: the amax, in mode 0. `note`, if there is one, becomes
-    the largest of itself and of all |x|."""
+    """x [rows, columns] to 8 bits, one SIZE x SIZE tile per program. The strides of q decide whether it is
+    transposed; BOTH also writes the transpose, into `turned` [columns, rows]. `given`: the amax, in mode 0.
+    `note`, if given, becomes the largest of itself and all |x|."""
     tile_r, tile_c = tl.program_id(0), tl.program_id(1)
     r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
@@ -170,7 +170,7 @@ def quantize_kernel(
     # --- exercise 10.37: amax and scale of each row, of each column, or of the whole piece ---
     if MODE == 0:
         scale = scale_of_amax(tl.load(given), largest)
-        tl.store(s, scale, mask=tile_r + tile_c == 0)  # all programs have the same one
+        tl.store(s, scale, mask=tile_r + tile_c == 0)  # the same in all programs
         scaled = value / scale
     elif MODE == 1:
         amax = tl.max(magnitude(value), axis=1)
@@ -215,8 +215,8 @@ def run_quantize(
     given: Tensor | None = None,
     note: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch; returns q [R, C]. If `turned`, it lies in memory as [C, R], so that its transpose is contiguous. With
-    `both` the second result is such a one, beside the first."""
+    """Launch; returns q [R, C]. If `turned`, its memory layout is [C, R], so that its transpose is
+    contiguous. With `both` the second result is in that layout."""
     x = x.contiguous()
     rows, columns = x.shape
     memory = torch.empty((columns, rows) if turned else (rows, columns), dtype=dtype, device=x.device)
@@ -233,8 +233,8 @@ def run_quantize(
 
 
 def cast(x: Tensor, dtype: torch.dtype, amax: Tensor, note: Tensor | None = None) -> tuple[Quantized, Quantized]:
-    """x [R, C] in fp8 with one scale, from an amax [1, 1] that is known; larger elements saturate. Twice: the second
-    lies in memory as [C, R]. `note` [1, 1] becomes the largest of itself and of all |x|, from the same read."""
+    """x [R, C] in fp8 with one scale, from a known amax [1, 1]; larger elements saturate. Twice: the second has the
+    memory layout [C, R]. `note` [1, 1] becomes the largest of itself and all |x|, from the same read."""
     scale = torch.empty(1, 1, dtype=torch.float32, device=x.device)
     q, turned = run_quantize(x, dtype, scale, GIVEN, both=True, given=amax, note=note)
     return Quantized(q, scale, (0, 0)), Quantized(turned, scale, (0, 0))
@@ -255,7 +255,7 @@ def quantize(x: Tensor, dtype: torch.dtype, block: Block) -> Quantized:
 
 @triton.jit
 def peaks_kernel(x, peaks, rows, columns, x_row, SIZE: tl.constexpr):
-    """peaks[:rows] = the largest |x| of each row, or what was there if that is larger, and peaks[rows:] of columns."""
+    """peaks[:rows] = the largest |x| of each row, or the old value if larger; peaks[rows:] of columns."""
     tile_r, tile_c = tl.program_id(0), tl.program_id(1)
     r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
@@ -270,9 +270,9 @@ def both_kernel(
     GIVEN: tl.constexpr, MANTISSA: tl.constexpr, BY_HAND: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns] to 8 bits twice, from one read: `along` [rows, columns], scaled by rows for a sum over columns,
-    and `across` [columns, rows], scaled by columns and turned around, for a sum over rows. Scales are for pieces of
-    SIZE, or, if GIVEN, for whole rows and columns, whose largest elements are in `peaks`: then sl_tile and sc_tile are
-    0. `note`, if there is one, becomes the largest of itself and of all |x|."""
+    and `across` [columns, rows], scaled by columns and transposed, for a sum over rows. Scales are for tiles
+    of SIZE, or, if GIVEN, for full rows and columns, whose largest elements are in `peaks`: then sl_tile and
+    sc_tile are 0. `note`, if given, becomes the largest of itself and all |x|."""
     tile_r, tile_c = tl.program_id(0), tl.program_id(1)
     r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
@@ -280,7 +280,7 @@ def both_kernel(
     new_r, new_c = r < rows, c < columns  # scales that this program stores
     if GIVEN:
         peak_r, peak_c = tl.load(peaks + r, mask=new_r, other=0.0), tl.load(peaks + rows + c, mask=new_c, other=0.0)
-        new_r, new_c = new_r & (tile_c == 0), new_c & (tile_r == 0)  # once, of those that have the same
+        new_r, new_c = new_r & (tile_c == 0), new_c & (tile_r == 0)  # once per scale
     else:
         size = magnitude(value)
         peak_r, peak_c = tl.max(size, axis=1), tl.max(size, axis=0)
@@ -301,11 +301,11 @@ def quantize_both(
     x: Tensor, dtype: torch.dtype, block: Block, note: Tensor | None = None
 ) -> tuple[Quantized, Quantized]:
     """x [R, C] in fp8 as `quantize(x, dtype, block)` and `quantize(x, dtype, block[::-1])`, for `block` (1, 128),
-    (128, 128) or (1, 0), whole rows. The second lies in memory as [C, R]; of (128, 128) it is the first, turned around.
-    `note` [1, 1], if given, becomes the largest of itself and of all |x|.
+    (128, 128) or (1, 0), full rows. The second has the memory layout [C, R]; for (128, 128) it is the
+    transposed first. `note` [1, 1], if given, becomes the largest of itself and all |x|.
 
-    Bytes, for x in 16 bits: tiles read 2 R C and write 2 R C, where two calls read 4 R C. Whole rows and columns have
-    their largest elements in other pieces too, so x is read once more for these. Scales come on top, 4 bytes each.
+    Bytes, for x in 16 bits: tiles read 2 R C and write 2 R C, where two calls read 4 R C. Full rows and
+    columns span several tiles, so for their largest elements x is read once more. Scales add 4 bytes each.
     """
     x = x.contiguous()
     (rows, columns), form = x.shape, OF_DTYPE[dtype]
@@ -321,7 +321,7 @@ def quantize_both(
         s_along = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
         s_across = torch.empty(1, columns, dtype=torch.float32, device=x.device)
     elif block == (1, TILE):
-        # In memory as [tiles, R], as the kernel in CUDA wants them: what many rows need in one step, side by side.
+        # Memory layout [tiles, R], for the CUDA kernel: the scales of many rows for one step are contiguous.
         s_along = torch.empty(tiles_c, rows, dtype=torch.float32, device=x.device).T
         s_across = torch.empty(tiles_r, columns, dtype=torch.float32, device=x.device)
     else:
@@ -355,7 +355,7 @@ def block_matmul_kernel(
 ):  # fmt: skip
     """out [M, N] = a [M, K] b [N, K]ᵀ with scales of 128 columns and A_ROWS or B_ROWS rows each, 1 or 128.
 
-    Programs are numbered so that GROUP rows of pieces are worked on together: what they read of b stays in L2.
+    Programs are numbered so that GROUP rows of tiles run together, and what they read of b stays in L2.
     """
     program, down, across = tl.program_id(0), tl.cdiv(M, SIZE), tl.cdiv(N, SIZE)
     first = program // (GROUP * across) * GROUP
@@ -380,7 +380,7 @@ def block_matmul_kernel(
 
 @on_its_gpu
 def rows_of(values: Tensor) -> Tensor:
-    """values [R, C] of one byte, contiguous: as they are, or turned around by the kernel."""
+    """values [R, C] of one byte, contiguous: unchanged, or transposed by the kernel."""
     if values.is_contiguous():
         return values
     if not values.T.is_contiguous():
@@ -394,7 +394,7 @@ def rows_of(values: Tensor) -> Tensor:
 
 @on_its_gpu
 def block_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """a [M, K] b [N, K]ᵀ -> [M, N], both with scales that hold for 128 terms of the sum."""
+    """a [M, K] b [N, K]ᵀ -> [M, N], both with scales for 128 terms of the sum."""
     left, right = rows_of(a.values), rows_of(b.values)
     M, K, N = *left.shape, right.shape[0]
     out = torch.empty(M, N, dtype=dtype, device=left.device)
@@ -414,7 +414,7 @@ def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     per_tensor = a.block == (0, 0)
     kind = dtype if per_tensor and dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.bfloat16
     scale_a, scale_b = (a.scale.view(()), b.scale.view(())) if per_tensor else (a.scale, b.scale.t())
-    # The fast accumulation stays in the tensor core for the whole sum. Transformer Engine takes it for Fprop only.
+    # Fast accumulation stays in the tensor core for the full sum. Transformer Engine uses it only for Fprop.
     fast = a.values.dtype == b.values.dtype == e4m3 and per_tensor
     return torch._scaled_mm(
         left, right, scale_a=scale_a.contiguous(), scale_b=scale_b.contiguous(), out_dtype=kind, use_fast_accum=fast
@@ -437,13 +437,13 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     for block in MODES:
         got, want = quantize(x, e4m3, block), reference_quantize(x, e4m3, block)
         # Neither division is IEEE's on a GPU: Triton's `/` is div.full.f32, right to 2 units in the last place, and
-        # PyTorch multiplies by the reciprocal of a number, right to 1.5. Both together are less than 4 apart. Exact
-        # ones (tl.div_rn) would be slow for nothing: whoever multiplies takes the scale that was stored.
+        # PyTorch multiplies by a reciprocal, right to 1.5. Together they differ by less than 4. Exact division
+        # (tl.div_rn) would be slow without a benefit, because the matmul uses the stored scale.
         apart = (got.scale.view(torch.int32) - want.scale.view(torch.int32)).abs().max().item()
         limit = 0 if device.type == "cpu" else 4
         where = f"scales of {block[0]} x {block[1]}: apart, in units of the last place"
         report.add(where, f"<= {limit}", apart, apart <= limit)
-        # A quotient that ends one bit away may fall to the other side of a tie.
+        # A quotient that differs by one bit may be on the other side of a tie.
         differ = (got.values.float() != want.values.float()).float().mean().item()
         report.add("  elements that differ", "<= 0.1 %", f"{differ:.3%}", differ <= 1e-3)
         if block[1] == TILE:

@@ -1,29 +1,29 @@
-"""A product in 8 bits in CUDA for Hopper: TMA, wgmma, and sums that are taken out every 128 terms.
+"""A matmul in 8 bits in CUDA for Hopper: TMA, wgmma, and sums that are promoted every 128 terms.
 
-Problem. The kernel of fp8_kernels.py leaves to Triton who loads, who multiplies and when. The recipe that it computes,
-a scale for 1 x 128 numbers of A and for 128 x 128 of B, is DeepSeek-V3's, and owes its speed to what such a kernel
-cannot say: that one group of warps scales and adds a sum while the tensor cores work for another.
+Problem. The kernel of fp8_kernels.py leaves to Triton which warps load, which multiply and when. The recipe
+that it computes, a scale for 1 x 128 elements of A and for 128 x 128 of B, is DeepSeek-V3's. Its speed needs
+what Triton cannot express: one group of warps scales and adds a sum while the tensor cores work for another.
 
 Idea. One file of CUDA, fp8_matmul.cu: the last rungs of chapter 09's ladder in 8 bits. A block of 384 threads:
 
-    producer      1 thread     orders tiles of A [128, 128] and B [256, 128] and their scales, as stages become free
-    consumer 1    4 warps      rows 0..63      wgmma | promote | wgmma | promote | ...       promote = the other cores
+    producer      1 thread     loads tiles of A [128, 128] and B [256, 128] and their scales, as stages become free
+    consumer 1    4 warps      rows 0..63      wgmma | promote | wgmma | promote | ...       promote = the CUDA cores
     consumer 2    4 warps      rows 64..127          | wgmma | promote | wgmma | ...
 
-Two blocks, one above the other, are a cluster: each fetches half of B's tile for both.
+Two thread blocks, one above the other, are a cluster: each loads half of B's tile for both.
 
 Formulas. s counts steps of 128 terms (2412.19437, sections 3.3.2 and 3.5.2):
     part_s [m, n]  = sum over the 128 terms k of step s of A[m, k] B[n, k]       by the tensor core, in about 14 bits
-    C [m, n]       = sum over s of part_s [m, n] · sA[m, s] · sB[n, s]           by the ordinary cores, in fp32
+    C [m, n]       = sum over s of part_s [m, n] · sA[m, s] · sB[n, s]           by the CUDA cores, in fp32
 The three products of a linear layer: Fprop x [1 x 128] by W [128 x 128], Dgrad dy by Wᵀ the same, Wgrad dyᵀ by xᵀ, both
-1 x 128. A may be e4m3 or e5m2. M and N are any, K is a multiple of 16 (the copy engine's rows begin at 16 bytes).
-Bytes asked of L2 for 128 x 256 results of a block: (128 + 256 / 2) · K, and 4 (or, in Wgrad, 12) · K of scales.
+1 x 128. A may be e4m3 or e5m2. M and N are any, K is a multiple of 16 (TMA needs rows aligned to 16 bytes).
+Bytes read from L2 for a block's 128 x 256 results: (128 + 256 / 2) · K, and 4 (in Wgrad 12) · K of scales.
 
-Without a GPU the kernel runs on the CPU, thread by thread, with an accumulator of 14 bits: that shows what it computes,
-and whether a barrier is missing. It shows no time. `Fp8Linear("block", device="cuda", product="cuda")` trains with it.
+Without a GPU the kernel runs on the CPU, thread by thread, with an accumulator of 14 bits. That shows what it
+computes and whether a barrier is missing, but no time. `Fp8Linear("block", device="cuda", product="cuda")` uses it.
 
     python fp8_matmul.py                                       three products; errors; any order of the threads
-    torchrun --nproc_per_node 2 fp8_matmul.py                  each rank multiplies numbers of its own
+    torchrun --nproc_per_node 2 fp8_matmul.py                  each rank multiplies matrices of its own
     python fp8_matmul.py --rows 200 --columns 30 --terms 400
     python fp8_matmul.py --resources                           registers, stack, shared memory (nvcc, but no GPU)
 The last line is PASS, or the script exits with 1 and says which number is off.
@@ -55,9 +55,9 @@ BITS = 14  # of the tensor core's accumulator, where it is emulated
 
 
 def lines(q: Quantized) -> Tensor:
-    """The scales of q [R, K] as the copy engine takes them: [steps, R rounded up to a multiple of CLUSTER] in fp32, so
-    that what 256 rows need in one step lies in one line. Where 128 rows share a scale: [steps, blocks]. What has been
-    written so (fp8_kernels.py does), and lacks nothing, is not copied."""
+    """The scales of q [R, K] as TMA needs them: [steps, R rounded up to a multiple of CLUSTER] in fp32, so
+    that the scales of 256 rows for one step are contiguous. Where 128 rows share a scale: [steps, blocks].
+    Scales that are already in this layout (as from fp8_kernels.py), without padding, are not copied."""
     # --- exercise 10.46: the scales of a step in one line ---
     lacking = -q.scale.shape[0] % CLUSTER if q.block[0] == 1 else 0
     scales = F.pad(q.scale.T, (0, lacking), value=1.0) if lacking else q.scale.T  # [R, steps] -> [steps, R + lacking]
@@ -66,7 +66,7 @@ def lines(q: Quantized) -> Tensor:
 
 
 def cuda_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, order: int = FORWARD) -> Tensor:
-    """a [M, K] b [N, K]ᵀ -> [M, N]; scales of 1 x 128, b's also of 128 x 128. `order` is of the threads, on the CPU.
+    """a [M, K] b [N, K]ᵀ -> [M, N]; scales of 1 x 128, b's also 128 x 128. `order`: of threads, on the CPU.
 
     ValueError, in one line, for what the kernel cannot do.
     """
@@ -82,7 +82,7 @@ def cuda_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, order: int = 
 
 
 def rows_of(values: Tensor) -> Tensor:
-    """values in rows that follow one another, from an address that 16 divides, as the copy engine wants them."""
+    """values in contiguous rows, from an address that 16 divides, as TMA needs them."""
     if values.is_cuda and not values.is_contiguous():
         import fp8_kernels
 
@@ -111,7 +111,7 @@ def check(a: Quantized, b: Quantized) -> None:
 
 @functools.cache
 def known_refusal(device: torch.device) -> str:
-    """The same for every product: to look for nvcc takes longer than to start the kernel."""
+    """Cached for all matmuls, because looking for nvcc takes longer than launching the kernel."""
     return refusal(device)
 
 
@@ -128,7 +128,7 @@ def refusal(device: torch.device | str) -> str:
 
 @contextmanager
 def accumulator(bits: int) -> Iterator[None]:
-    """Let the emulated tensor core keep so many bits of a sum, up to 18; 0: as many as fp32 has."""
+    """Set how many bits of a sum the emulated tensor core keeps, up to 18; 0: as many as fp32."""
     if not 0 <= bits <= 18:
         raise ValueError(f"an accumulator of {bits} bits: use 1 to 18, or 0 for fp32")
     lib = library(SOURCE, "cpu", (0, 0))
@@ -143,14 +143,14 @@ def accumulator(bits: int) -> Iterator[None]:
 
 
 def operands(M: int, N: int, K: int, product: str, device: torch.device | str, seed: int = 0) -> list[Quantized]:
-    """a [M, K] and b [N, K] as one of the three products has them, with scales that differ from block to block."""
+    """a [M, K] and b [N, K] as in one of the three matmuls, with scales that differ from block to block."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(R: int) -> Tensor:
         wide = torch.randn(R, K, generator=generator) * torch.logspace(-2, 2, R)[:, None]
         return (wide * torch.logspace(-2, 2, K)).to(device)
 
-    if product == "Wgrad":  # dyᵀ and xᵀ: quantised along tokens, and turned around
+    if product == "Wgrad":  # dyᵀ and xᵀ: quantised along tokens, and transposed
         return [transpose(quantize(drawn(R).T.contiguous(), e4m3, (TILE, 1))) for R in (M, N)]
     form = e5m2 if product == "Dgrad, e5m2" else e4m3
     return [quantize(drawn(M), form, (1, TILE)), quantize(drawn(N), e4m3, (TILE, TILE))]
@@ -160,7 +160,7 @@ PRODUCTS = ("Fprop", "Dgrad, e5m2", "Wgrad")
 
 
 def error(got: Tensor, a: Quantized, b: Quantized) -> float:
-    """The largest distance from the exact product of the same 8-bit numbers, against the sum of its terms' sizes."""
+    """The largest error against the exact matmul of the same 8-bit values, relative to the sum of |terms|."""
     want = emulated_matmul(a, b, torch.float64)
     sizes = emulated_matmul(*(q._replace(values=q.values.double().abs()) for q in (a, b)), torch.float64)
     return ((got.double() - want).abs() / sizes.clamp(min=1e-300)).max().item()
@@ -175,7 +175,7 @@ def demo(group: dist.ProcessGroup, device: torch.device, args: argparse.Namespac
         out = cuda_matmul(a, b, torch.float32)
         off = error(out, a, b)
         what = f"{product}, {f'sums of {BITS} bits' if on_cpu else 'on tensor cores'}"
-        report.add(what, "<= 1e-03", f"{off:.1e}", off <= 1e-3)  # 33 numbers lose up to 2^-14 of the largest, 4 times
+        report.add(what, "<= 1e-03", f"{off:.1e}", off <= 1e-3)  # 33 values lose 2^-14, 4 times
         if on_cpu:
             with accumulator(0):
                 exact = error(cuda_matmul(a, b, torch.float32), a, b)
@@ -186,7 +186,7 @@ def demo(group: dist.ProcessGroup, device: torch.device, args: argparse.Namespac
 
 
 def fits() -> list[str]:
-    used = resources(SOURCE, "sm_90a")[KERNEL]  # of four variants the most demanding one
+    used = resources(SOURCE, "sm_90a")[KERNEL]  # the most demanding of four variants
     print(f"sm_90a: {used.registers} registers a thread, {used.stack} bytes of stack, {used.spills} spilled")
     return [f"{used.stack} bytes of stack, {used.spills} spilled"] * bool(used.stack + used.spills)
 
@@ -214,7 +214,7 @@ def main() -> None:
             print("\n".join(wrong) or "PASS")
             sys.exit(bool(wrong))
         if not torch.cuda.is_available():
-            library(SOURCE, "cpu", (0, 0))  # is there a compiler? asked before there is a group
+            library(SOURCE, "cpu", (0, 0))  # is there a compiler? checked before the group starts
     except CudaError as failed:
         parser.error(str(failed))
     launch(functools.partial(demo, args=args))

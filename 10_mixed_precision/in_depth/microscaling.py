@@ -1,42 +1,42 @@
 """Numbers that share a scale with few neighbours: MXFP8, MXFP4 and NVFP4, from their bits.
 
-Problem. With 4 bits a number has eight magnitudes. One scale per tensor, or even per tile of 128, leaves most of them
-unused: the ordinary elements of a tile are all alike beside its largest. Smaller blocks need more scales, and a scale
-in fp32 for every 32 elements is a whole bit on top of each.
+Problem. With 4 bits a number has eight magnitudes. One scale per tensor, or even per tile of 128, leaves most
+of them unused, because the ordinary elements of a tile are all small relative to its largest. Smaller blocks
+need more scales, and a scale in fp32 per 32 elements adds a full bit per element.
 
-Idea. Keep the scale in 8 bits, too. Two families differ in which 8 bits:
+Idea. Store the scale in 8 bits as well. Two families differ in which 8 bits:
 
     MX (OCP)       | 32 elements, e4m3, e5m2 or e2m1 | + 1 byte e8m0: an exponent alone, 2^-127 ... 2^127
     NVFP4          | 16 elements, e2m1               | + 1 byte e4m3, + one fp32 for the tensor
 
     e2m1    s e e m    every pattern is a number: 0  1/2  1  3/2  2  3  4  6 and the same below zero
-    e8m0    c          2^(c - 127); c = 255 is NaN; there is no sign, no zero, no infinity
+    e8m0    c          2^(c - 127); c = 255 is NaN; no sign, no zero, no infinity
 
                 bits per number        x stands for
     mxfp8       8 + 8/32 = 8.25        element · 2^(c - 127)
     mxfp4       4 + 8/32 = 4.25        element · 2^(c - 127)
-    nvfp4       4 + 8/16 = 4.5         element · s_b · s,   s_b in e4m3, s in fp32 (4 bytes of the whole tensor)
+    nvfp4       4 + 8/16 = 4.5         element · s_b · s,   s_b in e4m3, s in fp32 (4 bytes per tensor)
 
 How a scale is found. MX ("OCP Microscaling Formats (MX) Specification" 1.0, section 6.3): the largest power of two
 <= amax of the block, divided by the largest power of two of the element format. This may leave amax above the largest
-element, and then it saturates: of 500 in mxfp8 remains 448. NVIDIA takes the next power of two instead ("-up" here;
-2506.08027 shows runs that diverge with OCP's way and not with this). NVFP4 (2509.25149, appendix B, equations 1 to 4):
+element, which then saturates: 500 in mxfp8 becomes 448. NVIDIA takes the next power of two ("-up" here;
+2506.08027 shows runs that diverge with OCP's rule, not with this). NVFP4 (2509.25149, appendix B, equations 1 to 4):
 
     s_enc = 6 · 448 / amax(tensor)    s = 1 / s_enc    s_b = e4m3(amax(block) / 6 · s_enc)    q = e2m1(x / (s_b · s))
 
-A power of two wastes up to half of the range of 6; e4m3 fits better, but has 18 powers of two only, so a block whose
-amax is 2^-19 of the tensor's is zero as a whole. That is what the fp32 scale is for, and where it ends.
+A power of two wastes up to half of the range of 6; e4m3 fits better, but has only 18 powers of two, so a
+block whose amax is 2^-19 of the tensor's is all zero. The fp32 scale extends the range, up to this limit.
 
-A block lies along the sum of its product, as tiles do (fp8.py): dW = dyᵀ x wants x in blocks of tokens. So each operand
-is quantised twice, and a weight is not the same number in forward and backward. (NVIDIA trains NVFP4 with blocks of
-16 x 16 for weights, random rounding of gradients and a Hadamard transform: 2509.25149, section 4. None of it is here.)
+A block lies along the sum of its matmul, as tiles do (fp8.py): dW = dyᵀ x needs x in blocks of tokens. So each
+operand is quantised twice, and a weight has different values in forward and backward. (NVIDIA trains NVFP4 with
+16 x 16 weight blocks, random rounding of gradients and a Hadamard transform: 2509.25149, section 4; not here.)
 
 Run it:
     python microscaling.py                                   all patterns against torch; errors of each format
-    torchrun --nproc_per_node 2 microscaling.py              pieces of one tensor share the scale of the tensor
-The last line is PASS, or the script exits with 1 and says which number is off. Products are emulated: numbers of these
-formats, multiplied and summed in fp32 (Blackwell's tensor cores take them as they are; section 6.1 of the MX
-specification says which sum, not how many bits it keeps).
+    torchrun --nproc_per_node 2 microscaling.py              shards of one tensor share the scale of the tensor
+The last line is PASS, or the script exits with 1 and says which number is off. Matmuls are emulated: values of
+these formats, multiplied and summed in fp32 (Blackwell's tensor cores use them directly; section 6.1 of the
+MX specification defines the sum, not how many bits it keeps).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 
 def encode_e8m0(amax: Tensor, form: Format, up: bool) -> Tensor:
-    """The scale of blocks whose largest |x| is `amax`. `up`: with which none of them saturates; else as section 6.3."""
+    """The scale of blocks whose largest |x| is `amax`. `up`: so that none saturates; else by section 6.3."""
     # --- exercise 10.44: the power of two that a block shares ---
     fraction, exponent = torch.frexp(amax.double())  # amax = fraction · 2^exponent, 1/2 <= fraction < 1
     top_fraction, top_exponent = math.frexp(form.max)
@@ -133,7 +133,7 @@ class Microscaled(NamedTuple):
     kind: Micro
 
     def scale(self) -> Tensor:
-        """What the elements of each block are multiplied with, in fp64."""
+        """The factor of the elements of each block, in fp64."""
         if self.outer is None:
             return decode_e8m0(self.scales)
         return decode(self.scales, E4M3) * self.outer.double()
@@ -143,7 +143,7 @@ class Microscaled(NamedTuple):
         return (values * expand(self.scale(), self.kind.block, values.shape)).to(dtype)
 
     def bits(self) -> int:
-        """Of memory, with elements of 4 bits packed."""
+        """Bits of memory, with elements of 4 bits packed."""
         packed = self.codes.numel() * self.kind.element.bits + self.scales.numel() * 8
         return packed + (32 if self.outer is not None else 0)
 
@@ -162,17 +162,17 @@ class Micro:
         return (1, self.size)
 
     def scales(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """x [R, C], in fp32 or more -> patterns of the scales [R, ceil(C/size)], the scale of the tensor if there is
-        one, and what the elements of each block are multiplied with before they are rounded."""
+        """x [R, C], in fp32 or more -> patterns of the scales [R, ceil(C/size)], the scale of the tensor if
+        there is one, and the factor of each block's elements before rounding."""
         peaks = amax_of(x, self.block)
         if not self.two_levels:
             scales = encode_e8m0(peaks, self.element, self.up)
             return scales, None, (1 / decode_e8m0(scales)).float()  # powers of two: exact
         amax = amax_of(x, (0, 0)) if amax is None else amax
         # --- exercise 10.45: a scale of the tensor, and of each block one in 8 bits beside it ---
-        # All in fp32, as the equations of appendix B; the clamps keep a reciprocal finite (Transformer Engine's, too).
+        # All in fp32, as in appendix B; the clamps keep a reciprocal finite (as in Transformer Engine).
         largest = self.element.max
-        # torch makes of `number / tensor` the reciprocal, rounded, times the number: hence a tensor.
+        # torch computes `number / tensor` as the rounded reciprocal times the number: hence a tensor.
         top = torch.full_like(amax, largest * E4M3.max)
         s_enc = torch.where(amax == 0, 1.0, (top / amax).clamp(max=FP32_MAX))  # equation 1
         s_dec = 1 / s_enc
@@ -181,16 +181,16 @@ class Micro:
         # --- end exercise ---
 
     def quantize(self, x: Tensor, amax: Tensor | None = None) -> Microscaled:
-        """x [R, C] in blocks along its rows; the last of a row may be shorter. `amax` [1, 1]: of the tensor of which x
-        is a piece, where the format asks for it; x's own if None. NaN and infinity make NaN of what shares a scale."""
+        """x [R, C] in blocks along its rows; a row's last may be shorter. `amax` [1, 1]: of the full tensor,
+        if x is a shard and the format needs it; None: x's own. NaN and infinity make their scale NaN."""
         x = wide(x.detach())
         scales, outer, inverse = self.scales(x, amax)
         codes = encode(x * expand(inverse, self.block, x.shape), self.element)  # equation 4
         return Microscaled(codes, scales, outer, self)
 
     def plain(self, x: Tensor, amax: Tensor | None = None) -> Quantized:
-        """The numbers of `quantize(x, amax)` without their patterns, for the products of fp8.py: much faster here.
-        e4m3 holds every number of e2m1."""
+        """The values of `quantize(x, amax)` without their patterns, for the matmuls of fp8.py: much faster
+        here. e4m3 holds every number of e2m1."""
         x = wide(x.detach())
         scales, outer, inverse = self.scales(x, amax)
         scaled, dtype = x * expand(inverse, self.block, x.shape), self.element.dtype or e4m3
@@ -213,8 +213,8 @@ MICRO = {
 class MicroLinear(Fp8Linear):
     """`linear(x, weight)` whose three products have operands of one of these formats, each in blocks along its sum.
 
-    amax_group   the ranks that hold pieces of the same tensors: nvfp4's scale of the tensor is shared over them. MX
-                 needs no message, as long as a tensor is cut at multiples of 32.
+    amax_group   the ranks with shards of the same tensors, which share nvfp4's scale of the tensor. MX needs no
+                 message, as long as a tensor is split at multiples of 32.
     """
 
     def __init__(self, name: str, amax_group: dist.ProcessGroup | None = None):
@@ -238,7 +238,7 @@ class MicroLinear(Fp8Linear):
 
 
 def unlike_torch() -> dict[str, int]:
-    """Patterns that torch reads or writes otherwise: every element with every scale, every fp16 number as an input."""
+    """Patterns on which torch differs: every element with every scale, and every fp16 value as an input."""
     code = torch.arange(256, dtype=torch.uint8)
     differ = lambda a, b: int((~((a == b) | (a.isnan() & b.isnan()))).sum())  # noqa: E731
     theirs = code.view(torch.float8_e8m0fnu).double()
@@ -269,7 +269,7 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
 
     x = torch.randn(64 * ranks, 512, generator=torch.Generator().manual_seed(0))
     x[:, 7] *= 100  # one feature, as large models have them
-    x = x.to(device)  # nccl sends what lies on a GPU, and nothing else
+    x = x.to(device)  # NCCL sends only GPU tensors
     ordinary = torch.arange(512) != 7
     mine = slice(64 * rank, 64 * rank + 64)
     report.title(f"512 features of {64 * ranks} tokens, one of them 100 times as large; {ranks} rank(s)")

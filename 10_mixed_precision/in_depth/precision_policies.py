@@ -1,4 +1,4 @@
-"""Mixed precision: train in 16 bits, and put back the three things that 16 bits cannot do.
+"""Mixed precision: train in 16 bits, and restore the three things that 16 bits cannot do.
 
 Problem. Convert model, gradients and optimizer to 16 bits and training dies (fp16) or stalls (bf16). Three reasons:
 
@@ -14,11 +14,11 @@ forward and backward in a 16-bit copy of it; multiply the loss by S before backw
          ^                                                      |
          +------------------- AdamW <--- · 1/S <--- all finite? +--- no, on any rank: S/2 on all, and skip the step
 
-Loss scaling. Gradients are linear in the loss, so backward of S · loss gives S times each of them: everything moves
-up by log2(S) powers of two, out of fp16's zeros. S too large makes infinities. Dynamic scaling looks for the largest
-S that works: half of it after an overflow, twice after `growth_interval` steps without one.
+Loss scaling. Gradients are linear in the loss, so backward of S · loss gives S times each of them: all are
+shifted up by log2(S) powers of two, out of fp16's underflow. If S is too large, they overflow. Dynamic scaling
+searches for the largest S: halved after an overflow, doubled after `growth_interval` steps without one.
 
-Bytes per parameter, item by item (`Policy.bytes`), at the end of backward, when all of them are alive at once:
+Bytes per parameter, item by item (`Policy.bytes`), at the end of backward, when all are alive at once:
     policy             master  summed grads  weights  gradients  moments     all
     fp32                                        4         4       4 + 4       16
     bf16-pure                                   2         2       2 + 2        8
@@ -28,7 +28,7 @@ Bytes per parameter, item by item (`Policy.bytes`), at the end of backward, when
 
 Run it:
     python precision_policies.py                                    every policy for 12 steps, beside fp32
-    torchrun --nproc_per_node 2 precision_policies.py               data parallel: gradients and overflow are shared
+    torchrun --nproc_per_node 2 precision_policies.py               data parallel: gradients and overflow are reduced
     python precision_policies.py --policy fp16                      one of them
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
@@ -47,16 +47,16 @@ from formats import lost_updates, share_of, stochastic_round
 from torch import Tensor, nn
 
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
-ITEMS = ("master", "accumulation", "weights", "gradients", "exp_avg", "exp_avg_sq")  # what may be held of a parameter
+ITEMS = ("master", "accumulation", "weights", "gradients", "exp_avg", "exp_avg_sq")  # of a parameter
 
 
 @dataclass(frozen=True)
 class Policy:
-    """In which format each item of a parameter is kept. None: there is no such item."""
+    """The format of each stored item of a parameter. None: there is no such item."""
 
-    weights: torch.dtype  # forward and backward run in it, and gradients come out in it
+    weights: torch.dtype  # of forward, backward and the gradients
     moments: torch.dtype  # of Adam
-    master: torch.dtype | None = None  # a copy of the weights, on which the optimizer works
+    master: torch.dtype | None = None  # a copy of the weights, which the optimizer updates
     accumulation: torch.dtype | None = None  # sums of gradients over micro-batches and ranks
     scaling: str = "none"  # or "static", "dynamic"
     stochastic: bool = False  # round what is stored up or down at random
@@ -84,8 +84,8 @@ POLICIES = {
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear. On a CPU fp16 takes the way of a tensor core by hand, ten times as fast as torch's fp16 product there:
-    exact products of fp16 numbers, summed in fp32, rounded once. Its gradients are made in the same way."""
+    """F.linear. On a CPU fp16 emulates a tensor core, ten times as fast as torch's fp16 matmul there: exact
+    products of fp16 values, summed in fp32, rounded once. Its gradients are computed in the same way."""
     if x.device.type == "cpu" and x.dtype == fp16:
         return F.linear(x.float(), weight.float()).to(fp16)
     return F.linear(x, weight)
@@ -103,9 +103,9 @@ class LossScaler:
             optimizer.step()
         scaler.update(finite)
 
-    `group` is everyone whose gradients or weights depend on this decision: all data-parallel ranks, and all ranks that
-    hold pieces of the model (tensor, pipeline, ZeRO shards). A scale of 1 that never changes ("none") makes no
-    difference to the gradients, and still refuses those that are not finite.
+    `group` has all ranks whose gradients or weights depend on this decision: all data-parallel ranks, and all
+    ranks that hold shards of the model (tensor, pipeline, ZeRO). A scale of 1 that never changes ("none")
+    does not change the gradients, but still rejects those that are not finite.
     """
 
     def __init__(
@@ -133,19 +133,19 @@ class LossScaler:
         return loss * self.value
 
     def all_finite(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether every gradient of every rank is free of infinities and NaN: the same answer on all of them."""
+        """Whether every gradient of every rank is free of infinity and NaN: the same result on all ranks."""
         found = [(~torch.isfinite(g)).any() for g in gradients]
         # --- exercise 10.26: one rank's overflow is everyone's ---
         kind = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         overflow = torch.stack(found).any().float() if found else torch.zeros((), device=kind)
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)  # also a rank without gradients takes part
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)  # also without gradients
         return overflow.item() == 0
         # --- end exercise ---
 
     @torch.no_grad()
     def unscale(self, gradients: Iterable[Tensor]) -> bool:
-        """Divide by the scale, in place, and return `all_finite`. In fp16 the division would flush to zero again what
-        the scale has saved, so such gradients are refused."""
+        """Divide by the scale, in place, and return `all_finite`. In fp16 the division would flush small
+        gradients to zero again, so fp16 gradients are refused."""
         gradients = list(gradients)
         if any(g.dtype == fp16 for g in gradients):
             raise ValueError("gradients in fp16 underflow when they are unscaled; convert them to fp32 first")
@@ -155,7 +155,7 @@ class LossScaler:
         return finite
 
     def update(self, finite: bool) -> None:
-        """After each step, taken or not. Raises FloatingPointError where waiting would not help."""
+        """After each step, taken or not. Raises FloatingPointError where more steps would not help."""
         # --- exercise 10.27: the search for the largest scale that works ---
         if finite:
             self.good, self.in_a_row = self.good + 1, 0
@@ -203,12 +203,12 @@ class MixedAdamW:
         for tokens, labels in micro_batches:
             scaler.scale(loss_sum(...) / valid_tokens_of_the_global_batch).backward()
             optimizer.accumulate()
-        optimizer.reduce(data_parallel_group)        # or hand `gradients()` to whoever reduces them
+        optimizer.reduce(data_parallel_group)        # or pass `gradients()` to another reducer
         optimizer.step(scaler)
 
-    Each update is computed in fp32 (fp64 where the parameter was fp64) for one parameter at a time, so no fp32 copy of
-    a whole model appears that the policy does not pay for. `lost` is the share of weights that should have changed in
-    the last step and did not, where there are no masters; None otherwise.
+    Each update is computed in fp32 (fp64 where the parameter was fp64) for one parameter at a time, so there
+    is no fp32 copy of the full model that the policy does not count. `lost` is the fraction of weights that
+    should have changed in the last step and did not, without master weights; None otherwise.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class MixedAdamW:
         self.state = {p: self.make_state(p) for p in self.names}
 
     def make_state(self, p: nn.Parameter) -> dict[str, Any]:
-        """Master, sum and moments of a parameter; the parameter itself goes to the policy's format."""
+        """Make master, sum and moments of a parameter, and convert the parameter to the policy's format."""
         state: dict[str, Any] = {}
         if self.policy.master:
             state["master"] = p.detach().to(self.policy.master, copy=True)  # before p loses its digits
@@ -248,7 +248,7 @@ class MixedAdamW:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """After the backward of each micro-batch: add its gradients to the sums, and drop them."""
+        """After the backward of each micro-batch: add its gradients to the sums, and free them."""
         if not self.policy.accumulation:
             return  # autograd adds to p.grad itself, in the format of p
         for p, state in self.state.items():
@@ -259,14 +259,14 @@ class MixedAdamW:
                 # --- end exercise ---
 
     def gradients(self) -> list[Tensor]:
-        """The tensors in which this rank's gradients are: what is to be summed over ranks, in place, before `step`."""
+        """The tensors with this rank's gradients, to be summed over ranks, in place, before `step`."""
         if self.policy.accumulation:
             return [state["accumulation"] for state in self.state.values()]
         return [p.grad for p in self.names if p.grad is not None]
 
     def reduce(self, group: dist.ProcessGroup) -> None:
-        """Sum over the ranks, in the format the gradients are kept in. No average: the loss was divided already. A
-        rank that did not use a parameter sends zeros for it: all ranks have to sum the same tensors in one order."""
+        """Sum over the ranks, in the format of the gradients. No average: the loss is already divided. A rank that
+        did not use a parameter sends zeros for it: all ranks must sum the same tensors in one order."""
         if not self.policy.accumulation:
             for p in self.names:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -282,11 +282,11 @@ class MixedAdamW:
     # ---- update
 
     def read(self, stored: Tensor) -> Tensor:
-        """What is stored, in fp32 or better."""
+        """The stored value, in fp32 or better."""
         return wide(stored)
 
     def write(self, stored: Tensor, value: Tensor) -> None:
-        """Round `value` into its place."""
+        """Store `value`, rounded."""
         if stored.dtype != value.dtype and self.policy.stochastic:
             stored.copy_(stochastic_round(value, stored.dtype, self.generator))
         elif stored is not value:
@@ -296,7 +296,7 @@ class MixedAdamW:
     def step(self, scaler: LossScaler) -> bool:
         """Update all parameters and clear the gradients; False if the step was skipped because of an overflow."""
         finite = scaler.all_finite(self.gradients())
-        inverse = scaler.inverse  # before `update` changes it: these gradients carry the old scale
+        inverse = scaler.inverse  # before `update` changes it: these gradients have the old scale
         scaler.update(finite)
         if finite:
             self.steps += 1
@@ -310,7 +310,7 @@ class MixedAdamW:
         if gradient is None:
             return None
         # --- exercise 10.29: the update happens in fp32, and is rounded when it is stored ---
-        holder = state.get("master", p.data)  # where the optimizer keeps the weight
+        holder = state.get("master", p.data)  # where the optimizer stores the weight
         w, m, v = self.read(holder), self.read(state["exp_avg"]), self.read(state["exp_avg_sq"])
         before = w.clone()
         decay = self.weight_decay if p.dim() > 1 else 0.0
@@ -358,7 +358,7 @@ def train(
         dist.all_reduce(total, group=group)
         optimizer.reduce(group)
         if step == 0:
-            # In float64 at once: unscaled in fp16, small gradients would be zero again.
+            # Directly in float64: unscaled in fp16, small gradients would be zero again.
             seen["gradients"] = torch.cat([g.double().flatten() for g in optimizer.gradients()]) * scaler.inverse
         try:
             optimizer.step(scaler)

@@ -1,13 +1,13 @@
-"""Where the CPU seconds of a step go, in the trainer and in what others would run, and how many of them have to be.
+"""Where the CPU seconds of a step go, in the trainer and in another program, and how many are unavoidable.
 
     OMP_NUM_THREADS=1 python 11_5d_trainer/bench/bench_seconds.py         CPU; about four minutes
 
-A clock goes around each operation that PyTorch runs, forward and backward, and reads the CPU seconds of its thread:
-they do not grow when others use the cores, as a profiler's do. Its own cost is measured and taken off. What other
-threads of the process use meanwhile sends messages (gloo), and what no operation uses is Python and autograd.
+Each operation that PyTorch runs, forward and backward, is timed by the CPU seconds of its thread. They do not
+grow when other programs use the cores, as a profiler's do. The clock's cost is measured and subtracted. The
+process's other threads send messages (Gloo); time outside all operations is Python and autograd.
 
-The floor: the very products and cores of attention of the step, on the same operands, once more and alone. A program
-that does nothing else would take so long.
+The floor: the same matmuls and cores of attention of the step, on the same operands, run again by themselves.
+A program that does nothing else would take this long.
 
 First five steps are compared with the other program (bench_train.py). With tensor parallelism there is none.
 """
@@ -70,7 +70,7 @@ def kind_of(operation: Any) -> str:
 
 
 class Clock(TorchDispatchMode):
-    """CPU seconds of this thread in each kind of operation, and the calls of the two that the floor is made of."""
+    """CPU seconds of this thread in each kind of operation, and the calls of the two kinds in the floor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Clock(TorchDispatchMode):
 
 
 def cost_of_the_clock(times: int = 2000) -> float:
-    """Seconds that it adds to an operation: those of a small one inside it and outside."""
+    """Seconds that the clock adds to an operation, by a small one with and without it."""
     x, inside = torch.ones(8), Clock()
     with inside:
         for _ in range(times):
@@ -106,7 +106,7 @@ def cost_of_the_clock(times: int = 2000) -> float:
 
 
 def floor(clock: Clock) -> float:
-    """CPU seconds of the products and the attention that the clock has seen, by themselves."""
+    """CPU seconds of the matmuls and the attention that the clock has recorded, by themselves."""
     start = time.thread_time()
     for signature, count in clock.again.items():
         operation, args, kwargs = clock.operands[signature]
@@ -116,7 +116,7 @@ def floor(clock: Clock) -> float:
 
 
 def seconds_of(step: Callable[[], Any]) -> dict[str, float]:
-    """Of one step: CPU seconds by kind, of all of it, and of its floor. Medians of some rounds."""
+    """CPU seconds of one step: by kind, in total, and of its floor. Medians of some rounds."""
     cost, rounds = cost_of_the_clock(), []
     for _ in range(ROUNDS):
         dist.barrier()

@@ -1,16 +1,16 @@
-"""The trainer's step beside what others would run, on one process and on four; and every byte it sends, by axis.
+"""The trainer's step next to other programs, on one process and on four; and every byte it sends, by axis.
 
     python 11_5d_trainer/bench/bench_train.py             CPU; about two minutes
     python 11_5d_trainer/bench/bench_train.py --figures   draw the figure again from results/
 
-1 rank   beside transformers' Llama with torch's AdamW and clip_grad_norm_, the loop that one writes first
-4 ranks  data 2 x pipeline 2 with 1F1B, beside torch's DistributedDataParallel around the stages of
-         torch.distributed.pipelining. The stages are the same modules here and there
-16 ranks and fewer: bytes sent in a step on each axis, all ranks together, beside the sum of the chapters' formulas
+1 rank   next to transformers' Llama with torch's AdamW and clip_grad_norm_, the loop that one writes first
+4 ranks  data 2 x pipeline 2 with 1F1B, next to torch's DistributedDataParallel around the stages of
+         torch.distributed.pipelining. The stages are the same modules in both
+16 ranks and fewer: bytes sent in a step on each axis, all ranks together, next to the chapters' formulas
 
-First both sides of a comparison make five steps from the same weights on the same batches, and their losses and norms
-must agree; every byte must be predicted. Only then is anything timed, in pairs. A ratio above 1 means that the trainer
-is faster. On a CPU it compares the work that is done, and says nothing about a GPU.
+First both sides of a comparison make five steps from the same weights on the same batches, and their losses
+and norms must agree; every byte must be predicted. Only then is anything timed, in pairs. A ratio above 1
+means that the trainer is faster. A CPU compares the work that is done, and says nothing about a GPU.
 """
 
 import sys
@@ -59,7 +59,7 @@ LAYOUTS = [  # ranks, options: the last two are those of `make train-3d` and `ma
 
 
 def prepared(options: str = "") -> tuple[one_rank.Trainer, list[list[one_rank.Batch]]]:
-    """This rank of the trainer with the preset tiny, and its batches of some steps."""
+    """This rank's trainer with the preset tiny, and its batches of some steps."""
     plan = train.prepare([*OPTIONS, *options.split()], dist.get_world_size())
     me = one_rank.make_trainer(plan.config, plan.model, plan.device)
     sampler, dp = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0), me.mesh.sizes["dp"]
@@ -74,7 +74,7 @@ def check(step: int, ours: tuple[float, float], theirs: tuple[float, float], who
 
 
 def verify(me: one_rank.Trainer, batches: list, their_step: Any, whom: str) -> None:
-    """Five steps on both sides."""
+    """Compare five steps of both sides."""
     for parameters in (group for owner in me.owners for group in owner.param_groups):
         parameters["lr"] = LR
     for step, batch in enumerate(batches):
@@ -149,7 +149,7 @@ def torch_step(me: one_rank.Trainer, options: str) -> Callable[[list], tuple[flo
 
     def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-        return dp * total / divisor[0]  # DDP takes the average over its ranks, where a sum is wanted
+        return dp * total / divisor[0]  # DDP averages over its ranks, and a sum is needed
 
     stage = PipelineStage(wrapped, pp, 2, torch.device("cpu"), group=pp_group)
     schedule = Schedule1F1B(stage, many, loss_of, scale_grads=False)
@@ -161,8 +161,8 @@ def torch_step(me: one_rank.Trainer, options: str) -> Callable[[list], tuple[flo
         dist.all_reduce(valid, group=dp_group)
         divisor[0] = valid.item()
         losses: list[torch.Tensor] = []
-        # The stage tells DDP when the last backward comes. Without no_sync, DDP prepares itself at every forward too,
-        # and ends with an error when micro-batches overlap.
+        # The stage tells DDP when the last backward runs. Without no_sync, DDP also prepares its reducer in
+        # every forward, and fails when micro-batches overlap.
         with wrapped.no_sync():
             if pp == 0:
                 schedule.step(tokens, return_outputs=False)
@@ -220,7 +220,7 @@ def bytes_rows() -> list[list[Any]]:
 
 
 def draw(axes: Any, result: dict[str, Any]) -> None:
-    """Of every layout one bar, in pieces: the axes."""
+    """One bar per layout, stacked by axis."""
     layouts = list(dict.fromkeys(row[1] for row in result["rows"]))
     kinds = list(dict.fromkeys(row[2] for row in result["rows"] if row[2] not in ("all", "counts, losses, norms")))
     left = [0.0] * len(layouts)

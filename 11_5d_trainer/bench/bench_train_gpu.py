@@ -3,20 +3,20 @@
     python 11_5d_trainer/bench/bench_train_gpu.py --gpu [--out DIR] [--seconds 115]
     python 11_5d_trainer/bench/bench_train_gpu.py --gpu --dry --out DIR        the same program on the CPU, tiny
 
-1. Verify. For each way to compute (kernels, precision, compiled or not) the gradients of a small model are held
-   against those of fp32 on PyTorch's own kernels. They may be off by twice of what PyTorch's kernels are off in the
-   same precision. What is wrong is left out, and the program ends with 1. Each way is verified right before it is
-   timed: a kernel that breaks the whole process takes nothing with it that was measured before.
-2. Time whole steps as the trainer takes them: batches from the host, forward, backward, norm, clipping, AdamW. Where
-   the trainer launches a step before it has read the last one's loss, so does this. Two models at 4096 tokens: one of
-   1.7 billion weights, and one with the widths of Llama-3 8B and as many layers as find room. Tokens are random, which
-   changes nothing about the time. Both models are timed in the first way before either is in the second. Each row is
-   written as it comes. No way is begun that would not end within --seconds, as far as can be told.
-3. Profile the first way of each model that runs, and put beside each part of the step its floor: FLOPs over the rate
-   of a matrix product, bytes over the bandwidth of a copy, both measured in the same run.
+1. Verify. For each way to compute (kernels, precision, compiled or not) the gradients of a small model are
+   compared with fp32 on PyTorch's own kernels. The error may be twice that of PyTorch's kernels in the same
+   precision. A wrong way is left out, and the program ends with 1. Each way is verified right before it is
+   timed, so a kernel that crashes the process loses no earlier measurement.
+2. Time full steps as the trainer runs them: batches from the host, forward, backward, norm, clipping, AdamW.
+   Where the trainer launches a step before it has read the last one's loss, so does this. Two models at 4096
+   tokens: one of 1.7 billion weights, and one with the widths of Llama-3 8B and as many layers as fit. Tokens
+   are random, which does not change the time. Both models are timed in the first way before either is in the
+   second. Each row is written at once. A way that would not end within --seconds by estimate is not started.
+3. Profile the first way of each model that runs, and compare each part of the step with its floor: FLOPs over
+   the rate of a matmul, bytes over the bandwidth of a copy, both measured in the same run.
 
-MFU is chapter 01's: the model's FLOPs, with attention as the full square, over the data sheet's bf16 rate. The column
-beside it counts of attention only the half that a causal mask leaves.
+MFU is chapter 01's: the model's FLOPs, with attention as the full square, over the data sheet's bf16 rate.
+The column beside it counts only the half of attention that a causal mask leaves.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class Way:
         return f"{self.kernels}{', compiled' if self.compiled else ''}; {self.precision}"
 
 
-# The most valuable first: when the time is over, the rest is left out.
+# The most valuable first: when the time is used up, the rest is left out.
 WAYS = (
     Way("triton", "bf16-master"),
     Way("torch", "bf16-master", compiled=True),
@@ -91,8 +91,8 @@ WAYS = (
     Way("cuda", "bf16-master"),
     Way("triton", "fp8-block"),
 )
-SECONDS, COMPILING = 15.0, 45.0  # that a way takes at least: to build and verify it, and with torch.compile
-DRY_WAYS = (Way("torch", "bf16-master"), Way("triton", "fp32"))  # the interpreter knows no bf16
+SECONDS, COMPILING = 15.0, 45.0  # at least, to build and verify a way, and with torch.compile
+DRY_WAYS = (Way("torch", "bf16-master"), Way("triton", "fp32"))  # the interpreter has no bf16
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ class Job:
         return self.micro_batch * self.accumulation
 
     def predicted_bytes(self) -> float:
-        """Of a step: what stays, activations by chapter 01, and the gradient of the logits beside them."""
+        """Of a step: permanent bytes, activations by chapter 01, and the gradient of the logits."""
         held = BYTES_PER_WEIGHT * parameters(self.sizes)
         kept = sum(activations(self.sizes, self.micro_batch, self.seq, element=2).values())
         return held + kept + 4 * self.micro_batch * self.seq * self.sizes.vocab_size
 
 
 def jobs(dry: bool, free: int) -> list[Job]:
-    """The two models, cut down to what `free` bytes of memory allow."""
+    """The two models, reduced to what `free` bytes of memory allow."""
     if dry:
         return [Job("tiny", TINY, 16, 1, 1, lr=1e-3)]
     room, found = 0.9 * free, []
@@ -130,7 +130,7 @@ def jobs(dry: bool, free: int) -> list[Job]:
             break
     for layers in range(deep.layers, 0, -1):
         sizes = dataclasses.replace(deep, layers=layers)
-        # Two samples at a time: every micro-batch adds its gradients to the sum, 6 bytes a weight.
+        # Two samples at a time: every micro-batch adds its gradients to the sum, 6 bytes per weight.
         job = Job(f"Llama-3 8B's widths, {layers} of {deep.layers} layers", sizes, 4096, 2, 4)
         if job.predicted_bytes() <= room:
             found.append(job)
@@ -139,8 +139,8 @@ def jobs(dry: bool, free: int) -> list[Job]:
 
 
 def draw_on(device: torch.device) -> None:
-    """First weights from the device's own generator. Chapter 01 draws on the host, the same anywhere; for billions of
-    weights that takes longer than all the measuring."""
+    """Initial weights from the device's own generator. Chapter 01 draws on the host, for the same values
+    anywhere; for billions of weights that takes longer than all measurements."""
     on_host = llama.initial_weight
 
     def draw(name: str, shape: Any, layers: int, seed: int) -> torch.Tensor:
@@ -158,7 +158,7 @@ def start(way: Way, job: Job, device: torch.device) -> Trainer:
     config = Config(
         precision=way.precision,
         kernels=way.kernels,
-        zero=1,  # on one rank nothing is sent: what it gives is the flat buffers
+        zero=1,  # on one rank nothing is sent; it is used for the flat buffers
         seq_len=job.seq,
         micro_batch=job.micro_batch,
         global_batch=job.samples,
@@ -194,7 +194,7 @@ def wrong_with(way: Way, device: torch.device, tiny: bool) -> str:
         exact = gradients(Way("torch", "fp32"), device, tiny)
         pytorch = gradients(Way("torch", way.precision), device, tiny)
         found = gradients(way, device, tiny)
-    except Exception as error:  # one way may not run on this device; the others go on, and the end says so
+    except Exception as error:  # a way may not run on this device; it is reported at the end
         return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:160]}"
     for name, want in exact.items():
         error = error_between(found[name], want)
@@ -219,7 +219,7 @@ def free(device: torch.device) -> None:
 
 
 def steps(me: Trainer, batches: list) -> Iterator[tuple[float, float]]:
-    """Loss and seconds of one step after the other. Where the host reads late, the next one is under way by then."""
+    """Loss and seconds of each step. Where the host reads late, the next step is launched by then."""
     if not reads_late(me):
         while True:
             synchronize(me.device)
@@ -236,8 +236,8 @@ def steps(me: Trainer, batches: list) -> Iterator[tuple[float, float]]:
 def measure(
     way: Way, job: Job, device: torch.device, repeats: int, until: float = math.inf, look: Callable | None = None
 ) -> tuple[Ratio, int]:
-    """Seconds of a step after two to warm up, and the peak of memory. `repeats` times, fewer (two at least) if by the
-    clock it is `until`. `look(step)` gets the step, warm, before everything is let go."""
+    """Seconds of a step after two for warm-up, and the peak of memory. `repeats` times, fewer (two at least)
+    after the time `until`. `look(step)` gets the step, warm, before everything is freed."""
     me = start(way, job, device)
     batches = random_batches(job)
     seconds: list[float] = []
@@ -250,7 +250,7 @@ def measure(
             break
     synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    if not (math.isfinite(losses[-1]) and losses[-1] < losses[0]):  # the same batch again and again: it must be learnt
+    if not (math.isfinite(losses[-1]) and losses[-1] < losses[0]):  # same batch each time: it must fall
         raise ArithmeticError(f"the loss of one batch goes from {losses[0]:.4f} to {losses[-1]:.4f}")
     if look:
         step = launch_step if reads_late(me) else train_step
@@ -258,7 +258,7 @@ def measure(
     return ratio_of(seconds), peak
 
 
-# The first pattern that fits the name of a GPU's kernel, or of an operation on the CPU, says what it belongs to.
+# The first pattern that matches the name of a GPU kernel, or of a CPU operation, gives its part.
 PARTS = (
     ("attention, backward", r"delta_kernel|dq_kernel|dkdv_kernel|(flash|fmha|sdp|attention).*(bwd|bprop|backward)"),
     ("attention, forward", r"\bforward_kernel|flash|fmha|sdp|attention"),
@@ -281,7 +281,7 @@ def part_of(name: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """Of a kernel in C++ the functions of PyTorch that it is made of: templates bury them."""
+    """The PyTorch functions in the name of a C++ kernel, without its templates."""
     words = re.findall(r"at::native::(?:\(anonymous namespace\)::)?(\w+)", name)
     return "/".join(dict.fromkeys(words))[:80] or name[:80]
 
@@ -289,15 +289,15 @@ def short_name(name: str) -> str:
 def breakdown(
     step: Callable[[], Any], device: torch.device, steps: int = 2
 ) -> tuple[dict[str, float], list[str], float]:
-    """Seconds of a step by part, the longest kernels that no pattern names, and the seconds of the step by the clock.
+    """Seconds of a step by part, the longest kernels without a part, and the step's seconds by the clock.
 
-    On a GPU only kernels and copies are counted, from the trace: they follow each other on one stream. On the CPU each
-    operation counts without those inside it.
+    On a GPU only kernels and copies are counted, from the trace: they run one after the other on one stream.
+    On the CPU each operation counts without those inside it.
     """
     on_gpu = device.type == "cuda" and torch.version.cuda is not None  # a stand-in GPU leaves no trace
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
         for i in range(steps):
-            if i == 1:  # the first one also wakes the profiler up, and does not count for the clock
+            if i == 1:  # the first also starts the profiler up, and is not timed
                 synchronize(device)
                 begin = time.perf_counter()
             step()
@@ -324,10 +324,10 @@ def breakdown(
 def floors(job: Job, copy: float, product: float) -> dict[str, float]:
     """Seconds below which no kernel computes a part of the step: bytes over bandwidth, FLOPs over rate.
 
-    Attention: the half that a causal mask leaves, and backward 2.5 times the forward (it computes the scores again).
-    Element-wise parts read and write each of their tensors once, in bf16.
+    Attention: the half that a causal mask leaves, and backward 2.5 times the forward (it recomputes the
+    scores). Element-wise parts read and write each of their tensors once, in bf16.
     """
-    from fused import bytes_moved  # here: on a CPU the import turns Triton's interpreter on
+    from fused import bytes_moved  # not at the top: on a CPU the import turns Triton's interpreter on
 
     c, T = job.sizes, job.micro_batch * job.seq
     forward = forward_flops(c, job.micro_batch, job.seq)
@@ -348,7 +348,7 @@ def floors(job: Job, copy: float, product: float) -> dict[str, float]:
 
 
 def masked_flops(job: Job) -> float:
-    """The half of attention that a causal mask hides, forward and backward: MFU counts it, as is usual."""
+    """FLOPs of the half of attention that a causal mask hides, in both passes: MFU counts it, as usual."""
     return 3 * forward_flops(job.sizes, job.samples, job.seq)["attention core"] / 2
 
 
@@ -391,7 +391,7 @@ PARTS_COLUMNS = ["model", "kernels; precision", "part", "ms", "of the step", "fl
 
 
 class Bench:
-    """What is measured so far, and what it is held against."""
+    """The measurements so far, and their references."""
 
     def __init__(self, device: torch.device, dry: bool, out: Path | None, limit: float) -> None:
         self.device, self.dry, self.out = device, dry, out
@@ -414,7 +414,7 @@ class Bench:
         return False
 
     def verify_and_time(self, way: Way, models: list[Job]) -> None:
-        """A way that is wrong is a note, and so is one for which there is no time."""
+        """A way that is wrong, or for which there is no time, becomes a note."""
         if not self.has_time(way, str(way)):
             return
         error = wrong_with(way, self.device, self.dry)
@@ -428,7 +428,7 @@ class Bench:
                 self.time_step(way, job)
             free(self.device)
             if self.rows:
-                self.save()  # at once: what ends this program leaves what there is
+                self.save()  # at once, so that a crash loses no earlier rows
 
     def time_step(self, way: Way, job: Job) -> None:
         found: list[Any] = []

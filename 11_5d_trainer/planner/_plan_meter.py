@@ -1,4 +1,4 @@
-"""What the trainer really holds, keeps, climbs to and sends in one step of a layout, on this rank, by the meter."""
+"""Bytes that the trainer stores, saves for backward, sends and has at the peak in a step, by the meter."""
 
 import gc
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ TEXT = torch.arange(20000) * 7919 % 251
 
 @contextmanager
 def even_load() -> Iterator[None]:
-    """Routers send token after token round the experts. What a layout sends is then a matter of counting."""
+    """Routers send tokens to the experts in turn, so that what a layout sends can be counted."""
     routed = moe_layer.route
 
     def round_robin(logits: torch.Tensor, top_k: int, *rest: Any) -> Any:
@@ -38,7 +38,7 @@ def even_load() -> Iterator[None]:
 
 
 def measured(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
-    """Train two steps as the options say, experts with an even load: what the first sends, what the second needs."""
+    """Train two steps with an even load of experts: bytes sent in the first, memory in the second."""
     with even_load():
         return measured_steps(words, sizes)
 
@@ -63,7 +63,7 @@ def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
     result |= held(me)
     step_module.zero_grad(me)
     gc.collect()
-    meter: Any = DeviceMemory() if config.fpdt_chunks else peak_memory()  # the first leaves out what is on the host
+    meter: Any = DeviceMemory() if config.fpdt_chunks else peak_memory()  # DeviceMemory leaves out the host
     with meter as memory:
         step()
     gathered = sum(result[what] for what in ("weights", "gradients", "optimizer states"))
@@ -89,9 +89,9 @@ def held(me: Any) -> dict[str, int]:
 
 
 def alive_after_forward(me: Any, batches: list) -> list[int]:
-    """Bytes that are alive between forward and backward of a micro-batch, of each stage of this rank in model order.
+    """Bytes alive between forward and backward of a micro-batch, for each stage of this rank in model order.
 
-    What ZeRO stage 3 has gathered meanwhile is not an activation: it is subtracted.
+    Weights that ZeRO stage 3 has gathered are not activations, so they are subtracted.
     """
     tokens, labels = step_module.shard_batch(me, batches[0])
     found = []
@@ -108,7 +108,7 @@ def alive_after_forward(me: Any, batches: list) -> list[int]:
                 out = stage(x)
                 if stage.last:
                     out = cross_entropy_sum(me.model, out, labels)
-            extra = out.nbytes  # handed on, or the loss itself
+            extra = out.nbytes  # sent to the next stage, or the loss itself
             gc.collect()
             alive = memory.current
         for owner in me.owners:
@@ -120,7 +120,7 @@ def alive_after_forward(me: Any, batches: list) -> list[int]:
             with ExitStack() as stack:
                 for owner in me.owners:
                     stack.enter_context(owner.no_sync())
-                out.sum().backward()  # all ranks alike: nothing is left half done
+                out.sum().backward()  # on all ranks, so that no collective stays pending
             if me.config.zero == 3:
                 for owner in me.owners:
                     if hasattr(owner, "drop_all"):

@@ -1,16 +1,16 @@
-"""The planner against what was measured: bytes by the trainer's meter, seconds of small layouts on this machine's CPU.
+"""The planner against measurements: bytes by the trainer's meter, seconds of small layouts on this CPU.
 
     python 11_5d_trainer/planner/bench_plan.py   verifies, measures, writes results/11_plan_*.json and the figures
-    python 11_5d_trainer/planner/bench_plan.py --predict    only what is predicted, without a measurement, and draws
-    python 11_5d_trainer/planner/bench_plan.py --published  of these only what is beside published numbers
+    python 11_5d_trainer/planner/bench_plan.py --predict    only predictions, without a measurement, and draws
+    python 11_5d_trainer/planner/bench_plan.py --published  of these only those with published values
     python 11_5d_trainer/planner/bench_plan.py --memory     only the bytes, which are the same on a busy machine
-    python 11_5d_trainer/planner/bench_plan.py --ranking    only the order of layouts, after a look at a few bytes
+    python 11_5d_trainer/planner/bench_plan.py --ranking    only the order of layouts, after a few bytes
     python 11_5d_trainer/planner/bench_plan.py --figures    only draws
 
-First the bytes: if what is held is not exact, or a peak is off by more than 5 %, it ends with exit code 1 and writes
-nothing. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed, and put beside the order in which the
-planner would put them with the rates that `plan.py --calibrate` measures on so many ranks just before. Times are given
-as ratios to the fastest.
+First the bytes: if stored bytes are not exact, or a peak is off by more than 5 %, it ends with exit code 1
+and writes nothing. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed and compared with
+the planner's order, with the rates that `plan.py --calibrate` measures on as many ranks just before. Times
+are ratios to the fastest.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from llama import LlamaConfig  # noqa: E402
 from options import Config  # noqa: E402
 from test_plan_memory import BASE, HELD, LAYOUTS, SIZES, all_of  # noqa: E402
 
-# Large enough for its products, not the interpreter, to take the time.
+# Large enough that its matmuls, not the interpreter, take the time.
 RANKED_SIZES = LlamaConfig(vocab_size=256, hidden=256, layers=4, heads=8, kv_heads=4, intermediate=704)
 RANKED_BASE = BASE | {"seq_len": 128, "global_batch": 16, "micro_batch": 2}
 RANKED = [
@@ -85,7 +85,7 @@ def seconds(words: dict[str, Any], sizes: Any) -> float:
 
 
 def memory_rows(chosen: dict[int, list[dict[str, Any]]] = LAYOUTS) -> list[list[Any]]:
-    """[layout, predicted peak, measured peak, deviation in %]. Exits with 1 if a number is off."""
+    """[layout, predicted peak, measured peak, deviation in %]. Exits with 1 if a value is off."""
     rows = []
     for ranks, layouts in chosen.items():
         options = [BASE | layout for layout in layouts]
@@ -108,7 +108,7 @@ def ranks_of(values: list[float]) -> list[int]:
 
 
 def calibrated(ranks: int) -> plan_time.Cluster:
-    """This machine as the planner sees it with so many ranks at work."""
+    """This machine as a cluster, calibrated with so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/machine.json"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -120,7 +120,7 @@ def calibrated(ranks: int) -> plan_time.Cluster:
 def ranking_rows(P: int) -> tuple[list[list[Any]], float]:
     """[ranks, layout, measured, predicted], both over their fastest, and Spearman's rank correlation."""
     cluster, options = calibrated(P), [RANKED_BASE | layout for layout in RANKED]
-    # One call each: the groups of a layout, and their threads, are gone before the next.
+    # One call each: the groups of a layout, and their threads, are destroyed before the next.
     measured = [max(run_ranks(P, seconds, words, RANKED_SIZES, timeout=300.0)) for words in options]
     layouts = [pm.Layout.of(Config(**words), RANKED_SIZES, P) for words in options]
     predicted = [plan_time.step_time(RANKED_SIZES, None, layout, cluster).seconds for layout in layouts]
@@ -157,8 +157,8 @@ def figures() -> None:
 
 
 def predictions() -> None:
-    """What needs no measurement: the best layouts by model and nodes, where bytes and seconds of ten of them go, and
-    what others have published."""
+    """Results without a measurement: the best layouts by model and nodes, bytes and seconds of ten of them by
+    purpose, and published values."""
     for name, (title, columns, rows) in zip(("numbers", "activations", "fits"), all_facts(), strict=True):
         write_result(f"11_plan_facts_{name}", title, columns, rows, "Assumptions: plan_facts.py.")
     low, high = plan_published.error_bar()

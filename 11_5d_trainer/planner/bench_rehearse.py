@@ -1,13 +1,13 @@
-"""The rehearsal beside ranks that really run, beside mistakes that it has to find, and for the planner's proposals.
+"""The rehearsal against ranks that really run, against planted mistakes, and for the planner's proposals.
 
     python 11_5d_trainer/planner/bench_rehearse.py    verifies, rehearses, writes results/11_rehearse_*.json
     python 11_5d_trainer/planner/bench_rehearse.py --small      only the small layouts and the planted mistakes
     python 11_5d_trainer/planner/bench_rehearse.py --large      only the four plans, overlap and timeline
     python 11_5d_trainer/planner/bench_rehearse.py --figures    only draws
 
-First the small layouts of test_rehearse.py, on CPU ranks: if a collective, a byte that is sent, held or at the peak is
-another one, it ends with exit code 1 and writes nothing. Then the planted mistakes, each of which must be found. Then
-what the planner proposes for four models, up to 16,384 ranks, each in less than two minutes of one core.
+First the small layouts of test_rehearse.py, on CPU ranks: if collectives or bytes sent, stored or at the peak
+differ, it ends with exit code 1 and writes nothing. Then the planted mistakes, each of which must be found.
+Then the planner's proposals for four models, up to 16,384 ranks, each in less than two minutes of one core.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def small_rows() -> list[list[Any]]:
 
 
 def planted_rows() -> list[list[Any]]:
-    """[mistake, found as, the first two lines of code that are named]"""
+    """[mistake, kind of the finding, the first two lines of code that it names]"""
     rows = []
     for what in PLANTED:
         finding = with_planted(what).finding
@@ -139,7 +139,7 @@ def overlap_rows() -> list[list[Any]]:
 
 
 def draw_timeline(axes: Any, result: dict[str, Any]) -> None:
-    """A bar for each stage: blue where it works, the other colours where it waits."""
+    """A bar for each stage: blue where it computes, the other colours where it waits."""
     colours = {
         "step": COLOURS["compute"],
         "other stages": COLOURS["idle"],

@@ -7,25 +7,25 @@
     python $P --facts                        published measurements, and how far off the planner is
     python $P --calibrate my.json            measure this machine, write a cluster file
     python $P --after runs/x --cluster my.json           measured beside predicted
-    python $P --after runs/x --cluster my.json --write   and what was measured back into the file
-    python $P --html plan.html               the same for a browser: move one axis, see what it costs
+    python $P --after runs/x --cluster my.json --write   and write what was measured into the file
+    python $P --html plan.html               the same for a browser: change one axis, see what it costs
     ... --figure bars.svg                    bytes and seconds of the ten layouts, drawn
     ... --json                               the same answers for a program
 
-The first prints the ten fastest layouts that fit, with the reason why each beats the next; the command that starts the
-simplest of those that are as fast as one can tell; why the obvious other layouts lose; and how many layouts were looked
-at, and why the others were not. `--explain` takes the
-trainer's own options and prints the budget of that one layout line by line: bytes on the fullest rank, what is sent,
-seconds. What is in it:
+The first prints the ten fastest layouts that fit, with the reason why each beats the next. It prints the
+command that starts the simplest of those whose time cannot be told from the fastest, why the obvious other
+layouts lose, how many layouts were evaluated, and why the others were not. `--explain` takes the trainer's
+own options and prints the budget of that one layout line by line: bytes on the fullest rank, what is sent,
+seconds. It consists of:
 
-    ../plan_memory.py    bytes held, kept and at the peak    exact, or within 5 %: test_plan_memory.py
+    ../plan_memory.py    bytes stored, saved and at the peak exact, or within 5 %: test_plan_memory.py
     ../plan_traffic.py   bytes sent, by collective           exact: same test
     plan_time.py         seconds on a cluster                five fitted constants: plan_published.py
     plan_search.py       millions of layouts in seconds
 
-What it does not know: the holes of an allocator beyond a fixed reserve, a slow node, an uneven load of experts. MFU
-counts the whole square of attention, as papers do; a causal kernel skips half of it, so that with very long sequences
-it passes 100 %.
+It does not model fragmentation of the allocator beyond a fixed reserve, a slow node, or an uneven load of
+experts. MFU counts the full square of attention, as papers do. A causal kernel skips half of it, so with very
+long sequences MFU exceeds 100 %.
 """
 
 import argparse
@@ -52,8 +52,8 @@ from plan_search import GB, Candidate, Found, Task, alternatives, because, name,
 from plan_time import read_cluster, step_time
 from plan_traffic import by_collective, flows
 
-TIE = 0.05  # layouts of one family that were published more than this apart are nearly always put in the right order
-TOKENS = 20  # for each parameter: about where a given number of FLOPs is spent best (Chinchilla, 2203.15556)
+TIE = 0.05  # layouts of one family published further apart than this are nearly always ranked correctly
+TOKENS = 20  # per parameter: about the best use of a given number of FLOPs (Chinchilla, 2203.15556)
 MODELS = PRESETS | {"llama3-405b": LLAMA3_405B}
 OF_THE_MODEL = ("preset", "config", "init", *SIZES, "tied", "vocab_size")  # options of the trainer that change it
 
@@ -99,7 +99,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
 
 
 def task_of(args: argparse.Namespace) -> Task:
-    """What the options ask for. Raises UsageError."""
+    """The task that the options describe. Raises UsageError."""
     cluster = read_cluster(args.cluster)
     nodes = args.nodes or cluster.nodes
     if nodes > cluster.nodes:
@@ -118,12 +118,12 @@ def mixture(model: str) -> MoEConfig | None:
 
 def of_config(file: str) -> tuple[LlamaConfig, MoEConfig | None]:
     """The model of a Hugging Face config.json, in its folder or anywhere. Raises UsageError."""
-    option = "--init" if Path(file).is_dir() else "--config"  # as `commands` will say: a file alone has no weights
+    option = "--init" if Path(file).is_dir() else "--config"  # as in `commands`: a file alone has no weights
     try:
         sizes, (experts, top_k) = read_sizes(file, option)
     except UsageError as error:
         raise UsageError(str(error).replace(f"{option} {file}", f"--config {file}")) from None
-    except (UnicodeDecodeError, AttributeError, TypeError):  # no text, no object, a size that is no number
+    except (UnicodeDecodeError, AttributeError, TypeError):  # no text, no object, or a bad size
         raise UsageError(f"--config {file} is not the config.json of a model; copy it again") from None
     return sizes, mixture_of(sizes, experts, top_k) if experts else None
 
@@ -145,7 +145,7 @@ def whole(task: Task) -> str:
 def answer(task: Task, figure: str | None = None) -> tuple[list[str], dict[str, Any]]:
     """The search as text and as data, and as a figure if a file is named.
 
-    Raises UsageError if nothing fits, with what is closest.
+    Raises UsageError, with the closest layout, if nothing fits.
     """
     begin = time.perf_counter()
     found = search(task)
@@ -194,7 +194,7 @@ HEAD = f"{'s/step':>9} {'from':>8} {'to':>8} {'MFU':>6} {'GB':>6}  layout"
 
 
 def row(task: Task, each: Candidate) -> str:
-    """Seconds of a step, between which nine in ten would lie, and what the layout is."""
+    """Seconds of a step, the interval for nine runs in ten, and the layout."""
     mfu, seconds = each.step.mfu(each.layout, task.cluster), each.step.seconds
     low, high = (seconds * share for share in error_bar())
     return f"{seconds:9.3f} {low:8.3f} {high:8.3f} {100 * mfu:5.1f}% {each.peak / GB:6.1f}  {name(each.layout)}"
@@ -208,8 +208,8 @@ def family(layout: Layout) -> str:
 
 
 def by_simplicity(best: list[Candidate]) -> tuple[list[Candidate], int]:
-    """Layouts that are as fast as the fastest, to within what the clock can tell, family by family, by how simple they
-    are; the others behind, by their time. And how many there are of the first kind."""
+    """Layouts as fast as the fastest within the clock's accuracy, family by family, the simplest first; then
+    the others, by their time. And how many there are of the first kind."""
     fastest = min(each.step.seconds for each in best)
     close = [each for each in best if each.step.seconds <= fastest * (1 + TIE)]
     least: dict[str, int] = {}
@@ -225,14 +225,14 @@ def by_simplicity(best: list[Candidate]) -> tuple[list[Candidate], int]:
 
 
 def effort(layout: Layout) -> int:
-    """How much of the trainer a layout asks for: axes in use, and what goes beyond 1F1B."""
+    """How many features of the trainer a layout needs: axes in use, and what goes beyond 1F1B."""
     axes = (layout.tp > 1) + (layout.cp > 1) + (layout.pp > 1) + (layout.ep > 1)
     beyond = (layout.schedule != "1f1b") + (layout.stages_per_rank > 1) + (layout.ring > 1 and layout.ulysses > 1)
     return 2 * axes + beyond + (layout.fpdt_chunks > 0) + (layout.recompute != "none") + layout.gather_kv
 
 
 def commands(task: Task, layout: Layout) -> list[str]:
-    """How to start it: under torchrun on every node, and under Slurm."""
+    """The commands that start it: under torchrun on every node, and under Slurm."""
     what, node = task.name or "--model tiny", task.cluster.gpus_per_node
     nodes = max(1, task.gpus // node)
     given = what.split(" ", 1)[1]
@@ -240,7 +240,7 @@ def commands(task: Task, layout: Layout) -> list[str]:
     if what.startswith("--config"):  # a file alone has no weights
         model = f"--config {given}" if given.endswith(".json") else f"--init {given}"
     if what.startswith("--model") and given not in PRESETS:
-        model = f"--init FOLDER_OF_{given.upper().replace('-', '_')}"  # no preset: it is trained from its weights
+        model = f"--init FOLDER_OF_{given.upper().replace('-', '_')}"  # not a preset: needs its weights
     parameters = sum(w.numel for w in weights_of(task.model, task.moe, Layout()))
     trained = model.startswith("--init")
     options = f"{model} --seq-len {task.seq_len} {layout.options()} --lr {learning_rate_for(parameters, trained):g}"
@@ -269,7 +269,7 @@ def record(task: Task, each: Candidate) -> dict[str, Any]:
 
 
 def does_not_fit(task: Task, found: Found) -> str:
-    """One line: what is closest, what most of it is, and what would make it fit."""
+    """One line: the closest layout, its largest part, and what would make it fit."""
     closest = found.closest
     if closest is None:
         return f"--nodes: no layout divides {task.global_batch} samples over {task.gpus} GPUs; use another --tokens"

@@ -1,13 +1,12 @@
-"""From plan to run: what a run measured beside the planner's prediction, and its speed written into a cluster file.
+"""From plan to run: a run's measured speed beside the planner's prediction, and written into a cluster file.
 
-Problem. How fast a product really is depends on the GPU's power limit, the libraries, and the code around it. The same
-H100 rules are a fifth off from one published program to the next, and right within each. One run of your own tells.
-
-Idea. A run's folder has its options, its sizes (in a checkpoint) and its tokens per second. They go through `step_time`
-on the cluster file; beside it stands the median of the measured steps, the first three left out, which warm up. With
---write, `ceiling`, the share of the peak that large products reach, becomes the one at which both agree: it is the
-constant in which GPUs and programs differ most. All later plans with this file use it. What messages cost is not
-changed, so let the run be one whose time is mostly products.
+Problem. The speed of a matmul depends on the GPU's power limit, the libraries, and the code around it. The
+same H100 rules are off by a fifth from one published program to the next, and right within each. One run of
+your own fixes that. Idea. A run's folder has its options, its sizes (in a checkpoint) and its tokens per
+second. The options go through `step_time` on the cluster file; the result is compared with the median of the
+measured steps after three steps of warm-up. With --write, `ceiling`, the fraction of the peak that large
+matmuls reach, is set so that both agree: it is the constant in which GPUs and programs differ most. All later
+plans with this file use it. The cost of messages is not changed, so use a run whose time is mostly matmuls.
 
     python 11_5d_trainer/planner/plan.py --after runs/20260101-120000 --cluster my.json --nodes 1
     python 11_5d_trainer/planner/plan.py --after runs/20260101-120000 --cluster my.json --nodes 1 --write
@@ -34,7 +33,7 @@ WARM = 3  # steps that are not counted
 
 
 def measured_seconds(run: Path, tokens: int) -> float:
-    """Of a step: its tokens over the median of what log.jsonl says. Raises UsageError."""
+    """Seconds of a step: its tokens over the median rate in log.jsonl. Raises UsageError."""
     file = run / "log.jsonl"
     if not file.is_file():
         raise UsageError(f"--after {run} holds no log.jsonl; give the folder that a run wrote")
@@ -53,7 +52,7 @@ def measured_seconds(run: Path, tokens: int) -> float:
 def fitting_ceiling(
     model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster, seconds: float
 ) -> float | None:
-    """The ceiling at which the planner says `seconds`; None if there is none up to the whole peak."""
+    """The ceiling at which the planner predicts `seconds`; None if there is none up to the full peak."""
 
     def at(ceiling: float) -> float:
         return step_time(model, moe, layout, replace(cluster, ceiling=ceiling)).seconds

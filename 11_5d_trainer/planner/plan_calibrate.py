@@ -1,10 +1,10 @@
-"""Measure the machine this runs on, and write what was measured as a cluster file for the planner.
+"""Measure the machine this runs on, and write a cluster file for the planner.
 
-Products of five sizes give the two numbers of the planner's rule (peak x n / (n + half)), a copy gives the speed of the
-memory, and, with several ranks, an all-reduce of a large and of a small tensor gives bandwidth and latency. Ranks of
-one CPU share its cores: how much faster is one of them while the others wait?
+Matmuls of five sizes give the two constants of the planner's rule (peak x n / (n + half)), a copy the memory
+bandwidth, and, with several ranks, all-reduces of a large and a small tensor bandwidth and latency. Ranks of
+one CPU share its cores, so it also measures how much faster one rank is while the others wait.
 
-    python 11_5d_trainer/planner/plan.py --calibrate my.json                          one rank: products and copies
+    python 11_5d_trainer/planner/plan.py --calibrate my.json                          one rank: matmuls and copies
     torchrun --nproc_per_node 4 11_5d_trainer/planner/plan.py --calibrate my.json     collectives too; rank 0 writes
 """
 
@@ -23,10 +23,10 @@ import torch.distributed.nn  # first imported while a group is up, it would keep
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 0, together: bool = True) -> float:
-    """Mean time of a call, after two to warm up: of so many repeats (collectives), or of a third of a second.
+    """Mean time of a call, after two for warm-up: of `repeats` calls (collectives), or over 1/3 of a second.
 
-    All ranks begin `together`. Where they share cores, each is interrupted now and then for as long as the others
-    compute: the mean counts that, while a median would see only calls that nobody interrupted.
+    All ranks begin `together`. Where they share cores, each is interrupted now and then while the others
+    compute. The mean includes that; a median would see only calls without an interruption.
     """
     for _ in range(2):
         work()
@@ -44,13 +44,13 @@ def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 0, 
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """Products and copies."""
+    """Rates of matmuls and copies."""
     gpu = device.type == "cuda"
     dtype, sizes = (torch.bfloat16, (512, 1024, 2048, 4096, 8192)) if gpu else (torch.float32, (32, 64, 128, 256, 512))
     measured: dict[float, float] = {}
     for n in sizes:
         a, b = (torch.randn(4 * n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype))
-        width = 1 / (1 / (4 * n) + 1 / n + 1 / n)  # as plan_time.width_of takes it
+        width = 1 / (1 / (4 * n) + 1 / n + 1 / n)  # as in plan_time.width_of
         measured[width] = 8 * n**3 / seconds_of(partial(torch.matmul, a, b), device)
     peak, half = peak_and_half(measured)
     elements = 2**28 if gpu else 2**22
@@ -62,8 +62,8 @@ def rates(device: torch.device) -> dict[str, float]:
 def peak_and_half(measured: Mapping[float, float]) -> tuple[float, float]:
     """The rule r(n) = peak n / (n + half) through measured rates: 1 / r is a straight line in 1 / n.
 
-    Least squares of the relative errors. Where noise, or a cost of starting a product, would put the peak below a rate
-    that was measured, or at infinity, the largest rate is the peak.
+    Least squares of the relative errors. If noise, or the launch time of a matmul, would put the peak below a
+    measured rate, or at infinity, the largest rate is the peak.
     """
     x = torch.tensor([[1.0, 1 / n] for n in measured], dtype=torch.float64)
     r = torch.tensor(list(measured.values()), dtype=torch.float64)
@@ -77,7 +77,7 @@ def peak_and_half(measured: Mapping[float, float]) -> tuple[float, float]:
 
 
 def links(device: torch.device) -> tuple[float, float]:
-    """GB/s on the wire of a large all-reduce, and microseconds of a step of a small one."""
+    """GB/s sent in a large all-reduce, and microseconds per step of a small one."""
     P = dist.get_world_size()
     large, small = torch.zeros(2**26 if device.type == "cuda" else 2**20, device=device), torch.zeros(1, device=device)
     slow, fast = (seconds_of(partial(dist.all_reduce, x), device, repeats=10) for x in (large, small))
@@ -85,7 +85,7 @@ def links(device: torch.device) -> tuple[float, float]:
 
 
 def alone() -> float:
-    """Times faster that a large product is on rank 0 while all other ranks wait. Called by all of them."""
+    """How many times faster a large matmul is on rank 0 while the other ranks wait. All ranks call it."""
     a = torch.randn(512, 512)
     together = seconds_of(partial(torch.matmul, a, a), a.device)
     dist.barrier()
@@ -109,7 +109,7 @@ def calibrate(path: Path) -> tuple[list[str], dict[str, Any]]:
         if ranks > 1:
             bandwidth, latency = links(device)
             faster = 1.0 if gpu else alone()
-    found = rates(device)  # with all ranks at once: they share what they will share in training
+    found = rates(device)  # with all ranks at once: they share cores as in training
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory() / ranks
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cluster = {

@@ -1,11 +1,11 @@
-"""Published measurements of bytes, of layers and of long sequences, and what the planner's formulas say to them.
+"""Published measurements of bytes, of layers and of long sequences, beside the planner's formulas.
 
-No number is fitted to a row here. Whole runs, those that fitted the clock and those that did not, are in
+No constant is fitted to a row here. Full runs, those that the clock was fitted to and others, are in
 plan_published.py.
 
     ZeRO        GB per device of a 7.5B model at each stage (1910.02054, table 1)             chapter 03's formula
     layer       milliseconds of one layer of a GPT on A100s (2205.05198, table 4)             the clock, on a GPT
-    activation  shares of tensor parallel alone, and what fits 80 GB (figures 7 and 1)        the paper's table 2
+    activation  fraction of tensor parallel alone, and what fits 80 GB (figures 7 and 1)      the paper's table 2
     Ulysses     TFLOPs by GPUs and length (2309.14509)                                        chapter 05's cost model
     FPDT        GB at one and two chunks; longest sequences by the number of GPUs             chapter 08's formulas
 
@@ -28,7 +28,7 @@ from zero_memory import bytes_per_parameter
 Table = tuple[str, list[str], list[list[str]]]
 SEQ, VOCABULARY, TENSOR = 2048, 51200, 8  # of every GPT in 2205.05198
 K = 1024
-BYTES = 18  # of a parameter there: fp16 weights, fp32 gradients, and 12 of Adam's states and master weights
+BYTES = 18  # per parameter there: fp16 weights, fp32 gradients, 12 for Adam's states and master weights
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Gpt:
 
     @property
     def parameters(self) -> float:
-        """Of one GPU, were they spread evenly."""
+        """Parameters per GPU, if they were spread evenly."""
         return (12 * self.layers * self.hidden**2 + VOCABULARY * self.hidden) / self.pp / TENSOR
 
     @property
     def square(self) -> float:
-        """5 a s / h: bytes that attention's square matrices keep, over s b h; the rest of a layer keeps 34."""
+        """5 a s / h: bytes of attention's saved square matrices, over s b h; the rest of a layer saves 34."""
         return gpt_activations(self.hidden, 1, self.heads, SEQ, 1) / (SEQ * self.hidden) - 34
 
 
@@ -67,7 +67,7 @@ GPTS = (
 class GptLayer:
     """Seconds of one micro-batch in one layer of a GPT with dropout on 8 tensor ranks, by the rules of plan_time.py.
 
-    Sequence parallel's third all-gather hides behind the gradient of the weights, as the paper says.
+    Sequence parallel's third all-gather overlaps with the weight gradients, as the paper says.
     """
 
     forward: float
@@ -85,7 +85,7 @@ def gpt_layer(g: Gpt, cluster: Cluster, recompute: str, sequence_parallel: bool)
     width = width_of([(T, h, 3 * h / t), (T, h / t, h), (T, h, 4 * h / t), (T, 4 * h / t, h)])
     core = 4 * b * s * s * h / t  # flops: no causal half is skipped there
     kept = b * s * h * kept_factor(g, "none", sequence_parallel)
-    # Attention is not fused there: its squares are written and read, and what is fitted to fused kernels is not asked.
+    # Attention is not fused there: its squares are written and read; fused kernels' constants do not apply.
     work = cluster.product(24 * b * s * h * h / t + core, width) + cluster.elementwise(2 * cluster.passes * kept)
     reduce = 2 * cluster.seconds(Flow("all_reduce", "tp", 2 * b * s * h, t), 1)
     forward, backward = work + reduce, 2 * work + reduce
@@ -99,8 +99,8 @@ def zero_rows() -> list[tuple[int, float, float]]:
     return [(z, want, 7.5 * bytes_per_parameter(z, 64)) for z, want in enumerate(published)]
 
 
-# (what, recomputation, sequence parallel, forward, backward): milliseconds as published in table 4. The backward of a
-# row contains what is computed again.
+# (what, recomputation, sequence parallel, forward, backward): milliseconds as published in table 4. The
+# backward of a row includes recomputation.
 LAYER_22B = (
     ("nothing recomputed", "none", False, 7.7, 11.9),
     ("sequence parallel", "none", True, 7.2, 11.8),
@@ -120,7 +120,7 @@ def layer_rows() -> list[tuple[str, float, float]]:
 
 
 def kept_factor(g: Gpt, recompute: str, sequence_parallel: bool) -> float:
-    """Bytes that one layer keeps on one of the tensor ranks, over s b h (2205.05198, table 2).
+    """Bytes that one layer saves on one of the tensor ranks, over s b h (2205.05198, table 2).
 
     Of the 34 of a layer, 10 lie outside of the tensor-parallel regions.
     """
@@ -140,7 +140,7 @@ TECHNIQUES = (
 
 
 def activation_rows() -> list[tuple[str, str, str, float]]:
-    """(model, technique, published, share that is left of what tensor parallel alone keeps in a layer)."""
+    """(model, technique, published, fraction left of what tensor parallel alone saves in a layer)."""
     return [
         (g.name, what, published, kept_factor(g, recompute, sequence) / kept_factor(g, "none", False))
         for what, recompute, sequence, published in TECHNIQUES
@@ -151,7 +151,7 @@ def activation_rows() -> list[tuple[str, str, str, float]]:
 def fits_rows() -> list[tuple[str, float, float, float]]:
     """(model, GB of weights, gradients and states, GB of activations with tensor parallel alone, and with both
     techniques) on the first pipeline stage, which holds L layers of them, and (p - 1) / p v as many more if stages
-    interleave (section 4.2.3). Figure 1 says: above an A100's 80 GB, all four; with both techniques they fit."""
+    interleave (section 4.2.3). By figure 1 all four exceed an A100's 80 GB, and fit with both techniques."""
     rows = []
     for g in GPTS:
         layers = g.layers * (1 + (g.pp - 1) / (g.pp * g.chunks) * (g.chunks > 1))
@@ -175,8 +175,8 @@ def saved_rows() -> list[tuple[str, float, float]]:
 def data_parallel_row() -> tuple[float, float]:
     """(published, predicted) seconds that 8 replicas add to an iteration of 530B (section 6.3: 37.83 to 39.15 s).
 
-    Nothing hides the all-reduce there. Assumed: gradients of 4 bytes, one GPU of each replica in a node, each with the
-    network card that the paper gives it.
+    The all-reduce is not overlapped there. Assumed: gradients of 4 bytes, one GPU of each replica in a node,
+    each with the network card that the paper describes.
     """
     flow = Flow("all_reduce", "data", 4 * GPTS[2].parameters, 8)
     return 39.15 - 37.83, read_cluster("a100-dgx").seconds(flow, GPTS[2].gpus)
@@ -188,7 +188,7 @@ class Longest:
 
     Assumed: A100s of 80 GB, four in a node with 1 TB of host memory; Ulysses over all GPUs, ZeRO stage 3, bf16 with
     master weights, chunks of 64K tokens. The shape of "GPT-30B" is ours. Sequences are tried in steps of 128K tokens;
-    the authors report powers of two and one length between, and do not say that twice as much failed.
+    the authors report powers of two and one length between, and do not say that twice the length failed.
     """
 
     model: str

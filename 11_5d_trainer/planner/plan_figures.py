@@ -25,7 +25,7 @@ SIZES = {
 }
 NODES = tuple(2**i for i in range(10))
 NOTHING = "does not fit"
-ACTIVATIONS = {"blocks", "last norm", "log-probabilities", "embedding", "RoPE tables"}  # and all else is "other"
+ACTIVATIONS = {"blocks", "last norm", "log-probabilities", "embedding", "RoPE tables"}  # the rest is "other"
 STATES = ("weights", "gradients", "optimizer states")
 
 
@@ -93,7 +93,7 @@ def draw_heatmap(axes: Any, result: dict[str, Any]) -> None:
 
 
 def draw_bars(axes: Any, result: dict[str, Any]) -> None:
-    """Two axes: bytes and seconds of each layout, stacked by what they are for."""
+    """Two axes: bytes and seconds of each layout, stacked by purpose."""
     layouts = list(dict.fromkeys(row[0] for row in result["rows"]))
     for panel, unit, label in ((axes[0], "GB", "GB on the fullest GPU"), (axes[1], "s", "seconds of a step")):
         rows = [row for row in result["rows"] if row[1] == unit]
@@ -111,7 +111,7 @@ def draw_bars(axes: Any, result: dict[str, Any]) -> None:
 
 
 def write_bars(path: Path, rows: list[list[Any]]) -> None:
-    """Raises UsageError without matplotlib, or for a kind of file that it does not write."""
+    """Raises UsageError without matplotlib, or for a file type that it cannot write."""
     try:
         import matplotlib
     except ImportError:

@@ -1,17 +1,17 @@
 # ruff: noqa: E501 -- the page below is HTML and JavaScript
 """The planner as one HTML file: for one model on one cluster, a choice for every axis, and what each choice costs.
 
-Problem. A table of the ten best says little about the neighbours of the best. One wants to move one axis and look.
+Problem. A table of the ten best says little about the neighbours of the best. One wants to change one axis.
 
-Idea. The page computes nothing. Every layout that it can show was asked for when it was written, in Python: bytes by
-`rough_held` and the search's formulas for the rest, seconds by `step_time`. They lie in the page as one table of numbers, a row for each
-combination of the axes, and the page looks a row up. So it cannot disagree with the planner, and knows what that knows:
-experts, context parallelism, any config.json, any cluster file.
+Idea. The page computes nothing. Every layout that it can show was evaluated in Python when the page was
+written: bytes by `rough_held` and the search's formulas, seconds by `step_time`. They are one table in the
+page, a row for each combination of the axes, and the page looks a row up. So it cannot disagree with the
+planner, and covers the same cases: experts, context parallelism, any config.json, any cluster file.
 
     python 11_5d_trainer/planner/plan.py --model mixtral-8x7b --nodes 4 --html plan.html
 
-The page needs no server and no network. Opened with #pick=[...] it answers with its numbers for these rows, which is
-how test_plan_page.py asks it in a real browser.
+The page needs no server and no network. Opened with #pick=[...] it shows its values for these rows, which
+test_plan_page.py reads in a real browser.
 """
 
 import json
@@ -28,11 +28,11 @@ from schedule_simulator import F, Times, simulate
 
 AXES = ("tp", "cp", "pp", "ep", "zero", "micro-batch", "recompute")
 BYTES = ("weights", "gradients", "optimizer states", "unsharded for a while", "activations", "working set")
-DRAWN = 16  # micro-batches of the pipeline that is drawn, at most
+DRAWN = 16  # micro-batches of the drawn pipeline, at most
 
 
 def choices(task: Task) -> dict[str, list[Any]]:
-    """What each axis can be set to. Others (Ulysses, other schedules) are for the search."""
+    """The choices of each axis. Other axes (Ulysses, other schedules) are only in the search."""
     pp = [p for p in divisors(task.gpus) if p <= min(task.model.layers, 16)]
     ep = powers(task.moe.experts, 64) if task.moe else [1]
     return dict(
@@ -104,7 +104,7 @@ def drawing(pp: int, m: int) -> list[list[float]]:
 
 
 def table(task: Task) -> dict[str, Any]:
-    """All that the page knows. Numbers with four digits: enough for a bar, and a tenth of the bytes."""
+    """All data of the page. Values have four digits: enough for a bar, and a tenth of the bytes."""
     rows: dict[str, Any] = {}
     parts: list[str] = []
     for chosen in product(*choices(task).values()):
@@ -124,7 +124,7 @@ def table(task: Task) -> dict[str, Any]:
 
 
 def page(task: Task, best: str = "", start: Layout | None = None) -> str:
-    """`best`: what plan.py prints for this task. `start`: the layout that is shown first."""
+    """`best`: the output of plan.py for this task. `start`: the layout that is shown first."""
     what = f"{task.name.replace('--model ', '').replace('--config ', '')} on {task.gpus} GPUs ({task.cluster.name}), {task.global_batch} x {task.seq_len} tokens"
     data = table(task)
     x = start or task.base

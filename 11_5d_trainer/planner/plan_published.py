@@ -1,27 +1,27 @@
-"""The planner's clock against runs that others have published: some to fit its constants, more to hold it against.
+"""The planner's clock against published runs: some to fit its constants, more to test it.
 
-Problem. A clock that was fitted to eight times of one paper is right about these. What does it say of other people's
-GPUs, models and software? One finds out only with runs that nobody looked at while fitting.
+Problem. A clock that was fitted to eight times of one paper is right about these. Is it right about other
+GPUs, models and software? Only runs that were not used for the fit can tell.
 
-Idea. planner/published.json has a family for each table that was published: its source, its cluster file, what had to
-be assumed, and a row for each run. Every row goes through `step_time`, the function that plans layouts. A family is
-fitted or held out as a whole, and which it is was decided before the first fit:
+Idea. planner/published.json has a family for each published table: its source, its cluster file, what had to
+be assumed, and a row for each run. Every row goes through `step_time`, the function that plans layouts. A
+family is fitted or held out completely, and which it is was decided before the first fit:
 
     fitted      llm-foundry on A100s of 80 GB    products of many sizes, attention of many lengths, FSDP in one node
                 Megatron 2022, table 5           tensor, sequence and pipeline parallelism
                 playbook, data parallel          gradients behind backward, on 8 to 256 GPUs
-    held out    all others: more GPUs than those together, other GPUs, other software
+    held out    all others: more GPUs than all of those, other GPUs, other software
 
-Five constants are fitted (plan_time.py: CEILING, HALF, ATTENTION, PASSES, SLOWED). `fit` makes the mean over the fitted
-families of |log(predicted / published)| small; the absolute value, since a table has rows that went wrong. It walks
-along one constant at a time with ever smaller steps, and needs ten seconds:
+Five constants are fitted (plan_time.py: CEILING, HALF, ATTENTION, PASSES, SLOWED). `fit` minimizes the mean
+over the fitted families of |log(predicted / published)|; the absolute value, since tables have outliers. It
+is a coordinate descent with ever smaller steps, and needs ten seconds:
 
     python 11_5d_trainer/planner/plan_published.py          each family, each row, and how far off it is
     python 11_5d_trainer/planner/plan_published.py --fit    the constants that it finds, beside those of plan_time.py
 
-What is compared is throughput: +10 % means that the planner promises a tenth more tokens per second than were measured.
-`after one run` is what is left when the family's first row has set the clock, as a run of your own would: it shows
-whether layouts of the same software on the same machine are told apart.
+Throughput is compared: +10 % means that the planner predicts a tenth more tokens per second than were
+measured. `after one run` is the error after the clock is scaled to the family's first row, as with a run of
+your own. It shows whether layouts of the same software on the same machine are told apart.
 """
 
 import json
@@ -48,7 +48,7 @@ FITTED, HELD_OUT = "fitted", "held out"
 
 @dataclass(frozen=True)
 class Run:
-    """One published row. `measure` says what was published: one of MEASURES."""
+    """One published row. `measure` is the published quantity, one of MEASURES."""
 
     model_name: str
     model: LlamaConfig
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a step, on one GPU."""
+        """Tokens of a step on one GPU."""
         return self.layout.global_batch * self.layout.seq_len // self.layout.ranks
 
     def throughput(self, seconds: float) -> float:
@@ -66,7 +66,7 @@ class Run:
         return self.tokens / seconds
 
     def as_throughput(self) -> float:
-        """What was published, in the same unit; of a ratio to the family's first row, the ratio itself."""
+        """The published value in the same unit; for a ratio to the family's first row, the ratio itself."""
         if self.measure == "seconds":
             return self.throughput(self.published)
         return self.published
@@ -83,7 +83,7 @@ class Family:
 
     @property
     def counted(self) -> range:
-        """The rows that say something: of ratios, the first is 1 by definition."""
+        """The rows that carry information: the first of ratios is 1 by definition."""
         return range(1 if self.runs[0].measure == "of_the_first" else 0, len(self.runs))
 
 
@@ -104,7 +104,7 @@ def families() -> tuple[Family, ...]:
 
 
 def with_constants(cluster: Cluster, constants: Sequence[float]) -> Cluster:
-    """`half` is given over the FLOPs that a GPU does while it reads a byte, as HALF is."""
+    """`half` is relative to the FLOPs that a GPU does while it reads a byte, as HALF is."""
     values: dict[str, Any] = dict(zip(CONSTANTS, constants, strict=True))
     values["half"] *= cluster.peak_tflops * 1e3 / cluster.memory_gb_per_s
     return replace(cluster, **values)
@@ -116,7 +116,7 @@ def now() -> tuple[float, ...]:
 
 
 def predicted(family: Family, constants: Sequence[float] | None = None) -> list[float]:
-    """What the planner says in place of `as_throughput`, for each run."""
+    """The planner's value for `as_throughput`, for each run."""
     cluster = read_cluster(family.cluster)
     if constants is not None:
         cluster = with_constants(cluster, constants)
@@ -133,7 +133,7 @@ def deviations(family: Family, constants: Sequence[float] | None = None) -> list
 
 
 def after_one_run(off: list[float]) -> list[float]:
-    """Deviations when the first row has set the clock."""
+    """Deviations after the clock is scaled to the first row."""
     return [(1 + each) / (1 + off[0]) - 1 for each in off]
 
 
@@ -150,7 +150,7 @@ def loss(constants: Sequence[float]) -> float:
     return sum(means) / len(means)
 
 
-# Several, since the valley is flat: a higher ceiling with more elementwise work takes nearly as long.
+# Several, since the minimum is flat: a higher ceiling with more elementwise work takes nearly as long.
 STARTS = ((0.8, 2.0, 2.0, 1.0, 0.2), (0.7, 1.0, 2.0, 0.5, 0.1), (0.9, 3.0, 1.5, 0.5, 0.2), (0.85, 2.0, 1.2, 1.2, 0.3))
 
 
@@ -159,7 +159,7 @@ def fit() -> tuple[float, ...]:
 
 
 def downhill(start: Sequence[float]) -> tuple[float, ...]:
-    """Along one constant at a time; half the steps where no step helps."""
+    """Coordinate descent; the steps are halved where no step helps."""
     at = list(start)
     steps, best = [0.1 * each for each in at], loss(at)
     while steps[0] > 1e-4:
@@ -183,7 +183,7 @@ def order(values: Sequence[float]) -> list[int]:
 
 
 def in_order(family: Family) -> str:
-    """Pairs of rows that are published more than 5 % apart, and how many of them the planner puts in that order."""
+    """Pairs of rows published more than 5 % apart, and how many of them the planner orders alike."""
     said, want = predicted(family), [run.as_throughput() for run in family.runs]
     right = pairs = 0
     for i in range(len(want)):
@@ -195,7 +195,7 @@ def in_order(family: Family) -> str:
 
 
 def summary() -> tuple[list[str], list[list[Any]]]:
-    """One row for each family, then the mean and the worst of those fitted and of those held out."""
+    """One row for each family, then the mean and the worst of the fitted and of the held-out families."""
     columns = [
         "rows",
         "family",
@@ -249,7 +249,7 @@ def digits(number: float) -> float | int:
 
 
 def error_bar() -> tuple[float, float]:
-    """Between which shares of the predicted seconds do nine in ten of the held-out runs lie?"""
+    """The fractions of the predicted seconds between which nine in ten of the held-out runs lie."""
     ratios = sorted(
         1 + deviations(family)[i] for family in families() if family.use == HELD_OUT for i in family.counted
     )

@@ -1,19 +1,19 @@
 """Rules of thumb, made by the planner's own searches, and beside them those of the Ultra-Scale Playbook.
 
-Problem. Before one asks a planner one has a rule in mind: "below ten billion parameters, ZeRO-3 and nothing else". Such
-rules come from a cluster, a batch and a library. Do they hold here?
+Problem. Without a planner one uses a rule: "below ten billion parameters, ZeRO-3 and nothing else". Such
+rules come from one cluster, batch and library. Do they hold here?
 
 Idea. The playbook's section "Finding the Best Training Configuration" has four, by size and by number of GPUs:
 
     < 10B            one technique on 8 GPUs: tensor parallel, or ZeRO-3 with full recomputation
     10B to 100B      tensor parallel of 8 with a pipeline; tensor parallel of 8 with ZeRO-3; ZeRO-3 alone
-    512 GPUs         ZeRO-3 alone begins to cost: combine it with tensor or pipeline ranks
+    512 GPUs         ZeRO-3 alone becomes slow: combine it with tensor or pipeline ranks
     1,024 GPUs       tensor parallel of 8, ZeRO-2, and a pipeline
 
-Each way leaves something open (micro-batch, recomputation, how long a pipeline). `fastest` chooses that as well as it
-can be chosen, so that a way is judged at its best, and puts it beside the fastest of all layouts:
+Each way leaves something open (micro-batch, recomputation, length of the pipeline). `fastest` finds the best
+choice of these, so that a way is judged at its best, and compares it with the fastest of all layouts:
 
-    rule = the axes of the simplest layout that is as fast as one can tell (plan.py), for every model of the class
+    rule = the axes of the simplest layout within the clock's accuracy (plan.py), for every model of the class
 
     python 11_5d_trainer/planner/plan_rules.py           searches, and prints the table of results/11_plan_rules
 """
@@ -65,7 +65,7 @@ def task_of(model: str, gpus: int, cluster: Cluster) -> Task:
 
 
 def fastest(task: Task, way: tuple[int, bool, int]) -> Candidate | None:
-    """The fastest layout of this way that fits, or None. Ranked by formulas, then asked exactly."""
+    """The fastest layout of this way that fits, or None. Ranked by formulas, then evaluated exactly."""
     tp, deep, zero = way
     tried: list[tuple[float, int, Any]] = []
     for grid in grids(task):
@@ -96,8 +96,8 @@ def fastest(task: Task, way: tuple[int, bool, int]) -> Candidate | None:
 
 
 def rule(task: Task) -> tuple[str, Candidate, Candidate]:
-    """(axes of the simplest layout that is as fast as one can tell, that layout, the fastest of all). The playbook's
-    ways are asked too: a search's ten fastest may all be relatives that are ahead of a simpler one by a thousandth."""
+    """(axes of the simplest layout within the clock's accuracy, that layout, the fastest). The playbook's
+    ways are included: a search's ten fastest may all be variants that beat a simpler one by a thousandth."""
     found = search(task).best
     ways = [fastest(task, way) for way in WAYS.values()]
     best = min(found, key=lambda each: each.step.seconds)

@@ -1,9 +1,9 @@
 """The planner's search: every layout of a model on a cluster, which of them fit, and which is fastest.
 
-Problem. On 4096 GPUs there are millions of layouts. Nearly all of them do not fit, or lose to a neighbour for a reason
-that could have been known before their time was computed.
+Problem. On 4096 GPUs there are millions of layouts. Nearly all of them do not fit, or lose to a neighbour for
+a reason that is known before their time is computed.
 
-Idea. A tree, whose branches are cut where no leaf can win; cut leaves are counted by their reason.
+Idea. A tree whose branches are pruned where no leaf can win; pruned leaves are counted by their reason.
 
     tensor x ring x Ulysses x pipeline x data, whose product is the number of GPUs; sequence parallel; experts
      |                                                  the batch, the heads, the sequence do not divide
@@ -14,15 +14,15 @@ Idea. A tree, whose branches are cut where no leaf can win; cut leaves are count
                  +- recomputation: the least that fits  more of it would only be slower
                     FPDT: the fewest chunks that fit    the same; its host's memory is too small
 
-The best case of a branch is its time without a bubble, without data parallelism and without recomputation, at its
-largest micro-batch (`least_seconds`). No leaf is faster, so to cut there changes nothing; and as the branches are
-taken in the order of their best cases, most are cut before anyone looks inside.
+The best case of a branch is its time without a bubble, without data parallelism and without recomputation, at
+its largest micro-batch (`least_seconds`). No leaf is faster, so pruning there changes nothing. Branches are
+taken in the order of their best cases, so most are pruned before they are expanded.
 
-The leaves that are left are timed with formulas (plan_time.py). The fastest are then asked again, exactly: the peak of
-every pipeline rank by plan_memory.py, the bubble by the simulator of chapter 06. What does not fit exactly goes.
+The remaining leaves are timed with formulas (plan_time.py). The fastest are then evaluated exactly: every
+pipeline rank's peak by plan_memory.py, the bubble by chapter 06's simulator. What does not fit is dropped.
 
-`three_steps` is the other way, the one of the Ultra-Scale Playbook: first make it fit, then reach the global batch,
-then speed it up. It tries dozens of layouts, and the search says what that costs.
+`three_steps` is the method of the Ultra-Scale Playbook: first make it fit, then reach the global batch, then
+speed it up. It tries dozens of layouts; the search shows what that costs.
 
     python 11_5d_trainer/planner/plan.py --model llama3-70b --cluster h100-400g --nodes 64 --seq-len 8192
 
@@ -73,7 +73,7 @@ NOT_EXACTLY = "looked right, but does not fit exactly"
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned."""
+    """The task to plan."""
 
     model: LlamaConfig
     moe: MoEConfig | None
@@ -82,7 +82,7 @@ class Task:
     global_batch: int  # samples
     seq_len: int
     precision: str = ""  # empty: as the trainer's on such GPUs
-    name: str = ""  # as it was asked for: "--model llama3-8b"
+    name: str = ""  # as given: "--model llama3-8b"
     kernels: str = ""  # "torch" or "triton"; empty: as the trainer's --kernels auto on a GPU
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Task:
 
     @property
     def base(self) -> Layout:
-        """What all layouts of this task have in common."""
+        """The fields that all layouts of this task share."""
         fused = (
             self.cluster.bf16 and 32 <= self.model.head_dim <= 256 and self.model.head_dim % 16 == 0
         )  # heads that FlashAttention takes
@@ -108,7 +108,7 @@ class Candidate:
     layout: Layout
     step: Step
     peak: float  # bytes
-    largest: str  # what most of them are for
+    largest: str  # the largest part's name
 
 
 @dataclass
@@ -129,7 +129,7 @@ def powers(n: int, most: int) -> list[int]:
 
 
 def grids(task: Task) -> Iterator[Layout]:
-    """Every way to share out the GPUs, possible or not."""
+    """Every way to divide the GPUs among the axes, valid or not."""
     base = task.base
     for tp in powers(task.gpus, task.model.heads):
         for cp in powers(task.gpus // tp, 64):
@@ -165,8 +165,8 @@ Room = tuple[float, float, float, float]
 
 
 def room(task: Task, layout: Layout) -> Room:
-    """Bytes, by formulas, of: one micro-batch in all blocks of a rank, both ends of the model, what comes and goes at
-    the loss, and in the backward of a block."""
+    """Bytes, by formulas, of: one micro-batch in all blocks of a rank, both ends of the model, the working
+    set at the loss, and in the backward of a block."""
     if layout.fpdt_chunks:
         moments = fpdt_working_set(task.model, layout)
         return 0.0, 0.0, sum(moments["loss"].values()), sum(moments["block"].values())
@@ -178,18 +178,18 @@ def room(task: Task, layout: Layout) -> Room:
 
 
 def chunkable(task: Task, shape: Layout) -> bool:
-    """Does the trainer run FPDT in this shape? It exchanges heads as Ulysses does, and cuts nothing else of a block."""
+    """Does the trainer run FPDT in this shape? It exchanges heads like Ulysses; nothing else is split."""
     return shape.tp == shape.pp == shape.ring == 1 and not shape.gather_kv and task.moe is None
 
 
 def modes(task: Task, at: Layout) -> list[Layout]:
-    """What may be done about the activations of this layout, from the fastest to the one that keeps least."""
+    """The choices for this layout's activations, from the fastest to the one that saves least."""
     recomputed = [replace(at, recompute=mode) for mode in RECOMPUTE]
     return recomputed + [replace(at, fpdt_chunks=chunks) for chunks in CHUNKS] * chunkable(task, at)
 
 
 def in_flight(schedule: str, p: int, m: int, v: int) -> float:
-    """Micro-batches of which rank 0 keeps activations (chapter 06's table)."""
+    """Micro-batches in flight on rank 0 (chapter 06's table)."""
     if p == 1:
         return 1
     known = {
@@ -202,32 +202,32 @@ def in_flight(schedule: str, p: int, m: int, v: int) -> float:
 
 
 def fills(schedule: str, p: int) -> int:
-    """Micro-batches from which on the formulas of chapter 06's table hold."""
+    """The number of micro-batches from which the formulas of chapter 06's table hold."""
     if schedule.startswith("zb-"):
         return 2 * p - 1
     return p if schedule == "breadth-first" else 1
 
 
 def rough_peak(task: Task, layout: Layout) -> float:
-    """Bytes at most on a rank, by formulas: states, activations in flight, and what comes and goes."""
+    """Peak bytes on a rank, by formulas: states, activations in flight, and the working set."""
     return higher(task, layout, stays(task, layout), room(task, layout))
 
 
 def higher(task: Task, layout: Layout, states: tuple[float, float], rooms: Room) -> float:
     """The higher of two moments: the loss, on the last rank, and the backward of a block, on the first."""
     blocks, ends, loss, block = rooms
-    if layout.schedule.startswith("zb-"):  # what W waits for
+    if layout.schedule.startswith("zb-"):  # what is saved for W
         blocks += kept_for_weights(task.model, task.moe, layout, range(1, 2)) * task.model.layers / layout.pp
     flight = in_flight(layout.schedule, layout.pp, layout.micro_batches, layout.stages_per_rank)
     return max(states[0] + blocks + ends + loss, states[1] + blocks * flight + block)
 
 
 def stays(task: Task, layout: Layout) -> tuple[float, float]:
-    """Bytes of states by formulas, with weights and gradients that are whole for a while, at the same two moments."""
+    """Bytes of states by formulas, with temporarily full weights and gradients, at the same two moments."""
     states = rough_states(task.model, task.moe, layout)
     if task.precision in AUTOCAST:
         states += 2 * rough_parameters(task.model, task.moe, layout)
-    if layout.zero == 3:  # gathered: what is in no layer, and a layer or two; in a block also gradients on their way
+    if layout.zero == 3:  # gathered: the root, and a layer or two; in a block also gradients in flight
         block, ends = of_model(task.model, task.moe, layout.tp, layout.ep)
         width = widths(task.precision).weight
         return states + width * (ends + block), states + width * (1.5 * ends + 2.5 * block)
@@ -236,7 +236,7 @@ def stays(task: Task, layout: Layout) -> tuple[float, float]:
 
 
 def branches(task: Task, found: Found) -> list[tuple[float, int, Layout, int]]:
-    """(seconds of its best case, its number, shape, how many leaves), from the most promising. Counts the others."""
+    """(seconds of its best case, its number, shape, how many leaves), the best first. Counts the others."""
     possible: list[tuple[float, int, Layout, int]] = []
     for grid in grids(task):
         schedules = len(SCHEDULES) if grid.pp > 1 else 1
@@ -261,7 +261,7 @@ def branches(task: Task, found: Found) -> list[tuple[float, int, Layout, int]]:
 def search(task: Task, top: int = 10) -> Found:
     """The fastest layouts that fit. Deterministic.
 
-    If what the formulas let pass does not fit exactly, they are asked again with less room, for what is smaller.
+    If layouts that fit by formula do not fit exactly, the search is repeated with less room.
     """
     found = search_once(task, top, 1.0)
     for share in (0.9, 0.8, 0.65):
@@ -292,7 +292,7 @@ def search_once(task: Task, top: int, share: float) -> Found:
             try_stages_of_zero(task, found, timed, at)
     for seconds, _, layout in sorted(timed.heap, reverse=True):
         if len(found.best) >= top and -seconds > sorted(each.step.seconds for each in found.best)[top - 1]:
-            break  # a simulated bubble is no shorter than that of the formula
+            break  # a simulated bubble is no shorter than the formula's
         candidate = exact(task, layout)
         if candidate is None or candidate.peak > task.memory:
             found.pruned[NOT_EXACTLY] += 1
@@ -305,7 +305,7 @@ def search_once(task: Task, top: int, share: float) -> Found:
 
 
 class Timed:
-    """The fastest layouts so far that fit by formulas, and the one that needs least memory, whether it fits or not."""
+    """The fastest layouts so far that fit by formulas, and the one with the least memory, fitting or not."""
 
     def __init__(self, task: Task, top: int, share: float) -> None:
         self.most, self.memory = 6 * top, share * task.memory
@@ -363,7 +363,7 @@ def try_modes(
     tried: list[tuple[Layout, Room]],
     states: tuple[float, float],
 ) -> None:
-    """What can be done about activations, in one schedule and stage of ZeRO: the first that fits is timed."""
+    """Try the choices for activations, for one schedule and ZeRO stage: the first that fits is timed."""
     for i, (mode, each) in enumerate(tried):
         layout = replace(cut, recompute=mode.recompute, fpdt_chunks=mode.fpdt_chunks)
         if task.moe and layout.recompute == "full" and layout.schedule.startswith("zb-"):
@@ -401,7 +401,7 @@ def exact(task: Task, layout: Layout) -> Candidate | None:
 
 
 def context_name(layout: Layout) -> str:
-    """Of the context axis: ring, Ulysses, both, or K and V gathered."""
+    """The kind of the context axis: ring, Ulysses, both, or K and V gathered."""
     if layout.gather_kv:
         return "g"
     if layout.ulysses == 1:
@@ -428,14 +428,14 @@ def name(layout: Layout) -> str:
 
 
 def because(better: Step, worse: Step) -> str:
-    """What the worse of two loses most at."""
+    """Where the worse of two loses most."""
     losses = {what: worse.parts[what] - better.parts[what] for what in better.parts}
     what = max(losses, key=lambda each: losses[each])
     return f"{worse.seconds / better.seconds - 1:+.1%} in all; {what} {1e3 * losses[what]:+,.0f} ms"
 
 
 def alternatives(task: Task, best: Candidate) -> list[tuple[str, str]]:
-    """(an obvious other layout, why it loses)."""
+    """(an obvious alternative, why it loses)."""
     G, layout, found = task.gpus, best.layout, []
     node = task.cluster.gpus_per_node
     batch, c = task.global_batch, task.model
@@ -474,7 +474,7 @@ def alternatives(task: Task, best: Candidate) -> list[tuple[str, str]]:
 
 
 def three_steps(task: Task) -> list[tuple[str, Candidate]]:
-    """Fit, reach the batch, speed up: the way of the playbook. Empty if nothing fits."""
+    """Fit, reach the batch, speed up: the playbook's method. Empty if nothing fits."""
     node, chosen = task.cluster.gpus_per_node, None
     for grid in sorted(grids(task), key=lambda g: (-g.dp, g.pp, g.cp)):
         if grid.tp > node or grid.ulysses > 1 or grid.gather_kv or refused(task, grid):

@@ -1,32 +1,32 @@
-"""The planner's clock: seconds of one training step on a described cluster, by what they are spent on.
+"""The planner's clock: seconds of one training step on a described cluster, by purpose.
 
-Problem. A step is products, elementwise work, messages and waiting, and only some of it happens at the same time. To
-predict it one needs a description of the machine that is short enough to be right.
+Problem. A step is matmuls, elementwise work, messages and waiting, and only some of it overlaps. To predict
+it one needs a description of the machine that is short enough to be right.
 
-Idea. A cluster is a handful of numbers from data sheets, in a file of clusters/. Four rules turn work into seconds:
+Idea. A cluster is a few values from data sheets, in a file of clusters/. Four rules turn work into seconds:
 
-    a product     its FLOPs at `ceiling` of the rate that the largest products were measured at (the file's
-                  matmul_tflops), and its matrices read and written HALF times over. As 1/n = 1/M + 1/K + 1/N is what
-                  [M, K] x [K, N] moves for a FLOP, that is  flops / (rate x n / (n + half)),  half = HALF x peak /
-                  memory's speed: a GPU that computes faster than it reads needs larger products
-    attention     its core as products of n = `attention` head dimensions
-    elementwise   `passes` times the bytes kept for backward, written and read once in forward, twice in backward
-    a collective  bytes on the wire (plan_traffic.py) / bandwidth + steps x latency, the better of ring and tree
+    a matmul      its FLOPs at `ceiling` of the rate that the largest matmuls were measured at (the file's
+                  matmul_tflops), plus HALF times the reads and writes of its matrices. [M, K] x [K, N] moves
+                  1/n = 1/M + 1/K + 1/N per FLOP, so this is  flops / (rate x n / (n + half)),  half = HALF x
+                  peak / memory bandwidth: a GPU that computes faster than it reads needs larger matmuls
+    attention     its core as matmuls of n = `attention` head dimensions
+    elementwise   `passes` times the bytes saved for backward, written and read once in forward, twice back
+    a collective  bytes sent (plan_traffic.py) / bandwidth + steps x latency, the better of ring and tree
 
-    bandwidth of a group: inside a node, that of its links; across nodes, what its ranks in one node have of network
-    cards together, or the all-reduce measured on so many nodes if the file has that
+    bandwidth of a group: inside a node, of its links; across nodes, of the network cards of its ranks in one
+    node together, or the all-reduce measured on so many nodes if the file has that
 
         tp 0 1 2 3 | tp 0 1 2 3        ranks next to each other: tp, then context, then data, then pipeline
         ---- node 0 ----|---- node 1 ----
 
-Who hides behind what. The ring behind attention; gradients behind the backward of the last micro-batch (at stages 2
-and 3 of every one), gathered weights behind the blocks. What hides so still costs: to send a second takes `slowed`
-seconds of processors and memory from the computation. Pipeline messages lengthen the way of a micro-batch, and count
-in the bubble. Tensor parallel, all-to-alls, keys and values that are all gathered before attention begins, and stage
-1's new weights hide behind nothing.
+Overlap. The ring overlaps with attention, gradients with the backward of the last micro-batch (at stages 2
+and 3 of every one), gathered weights with the blocks. Overlapped communication still costs: a second of it
+takes `slowed` seconds of processors and memory from the computation. Pipeline messages delay a micro-batch,
+and count in the bubble. Not overlapped are tensor parallel, all-to-alls, keys and values gathered before
+attention, and stage 1's new weights.
 
-The bubble is that of chapter 06's simulator, or of the formula that the simulator was held against, where the schedule
-is long. The five constants in CAPITALS are fitted to published runs, and held against others: plan_published.py.
+The bubble is from chapter 06's simulator or, for long schedules, from the formula that it was checked
+against. The five constants in CAPITALS are fitted to published runs and tested on others: plan_published.py.
 
 Symbols as in plan_memory.py. GB/s are 10^9 bytes, one way, per GPU.
 """
@@ -54,7 +54,7 @@ from schedule_simulator import Times, simulate
 CLUSTERS = Path(__file__).parent / "clusters"
 # The five fitted constants (plan_published.py --fit), in the order in which the fields of Cluster are explained.
 CEILING, HALF, ATTENTION, PASSES, SLOWED = 1.0, 2.583, 1.586, 0.558, 0.409
-SIMULATED = 4096  # pairs of stage and micro-batch up to which the simulator is asked
+SIMULATED = 4096  # pairs of stage and micro-batch up to which the simulator is used
 
 
 @dataclass(frozen=True)
@@ -71,27 +71,27 @@ class Cluster:
     source: str
     host_gb_per_s: float = 25.0  # of a GPU to and from its host: PCIe 4, unless the file says more
     host_memory_gb: float = 250.0  # for each GPU
-    alone: float = 1.0  # times faster that a rank computes while the others wait: more than 1 where ranks share cores
+    alone: float = 1.0  # speedup of a rank while the others wait: more than 1 where ranks share cores
     bf16: bool = True  # computes in it; else the planner proposes fp16 and torch's kernels
     # Measured bus bandwidth of whole nodes, by their number.
     all_reduce_gb_per_s: dict[str, float] | None = field(default=None, hash=False)
-    matmul_tflops: float = 0.0  # of the largest products, as somebody measured; 0: nobody did, and it is the peak
+    matmul_tflops: float = 0.0  # of the largest matmuls, as measured; 0: not measured, use the peak
     fp32_tflops: float = 0.0  # without tensor cores; 0: as fast as in bf16, as a CPU is
     # Fitted to published runs where a file does not say otherwise:
-    ceiling: float = CEILING  # share of that rate that a trainer's large products reach
-    half: float = 0.0  # n at which a product reaches half of that; 0: HALF times the flops done while a byte is read
-    attention: float = ATTENTION  # the core of attention is as fast as products of so many head dimensions
-    passes: float = PASSES  # how often a byte that is kept is really moved, over the least number of times
-    slowed: float = SLOWED  # seconds that computation loses in a second of messages behind it
+    ceiling: float = CEILING  # fraction of that rate that a trainer's large matmuls reach
+    half: float = 0.0  # n at which a matmul reaches half of that; 0: HALF times the flops per byte read
+    attention: float = ATTENTION  # the core of attention is as fast as matmuls of n = so many head dimensions
+    passes: float = PASSES  # how often a saved byte is really moved, over the least number of times
+    slowed: float = SLOWED  # seconds that computation loses per second of overlapped messages
 
     @property
     def narrow(self) -> float:
-        """The n of a product that reaches half of the ceiling."""
+        """The n of a matmul that reaches half of the ceiling."""
         return self.half or HALF * self.peak_tflops * 1e3 / self.memory_gb_per_s
 
     @property
     def rate(self) -> float:
-        """FLOPs per second of the largest products."""
+        """FLOPs per second of the largest matmuls."""
         return (self.matmul_tflops or self.peak_tflops) * 1e12
 
     @property
@@ -100,7 +100,7 @@ class Cluster:
 
     @property
     def hides(self) -> bool:
-        """Do messages cost the computation behind them nothing? Ranks that share cores copy bytes with these too."""
+        """Can messages overlap with computation? Ranks that share cores also use them to copy bytes."""
         return self.alone < 1.2  # measured, so never quite 1
 
     def product(self, flops: float, width: float) -> float:
@@ -109,12 +109,12 @@ class Cluster:
         # --- end exercise ---
 
     def at(self, precision: str) -> "Cluster":
-        """The same with the peak of a precision: nothing here is rounded to TF32 in secret."""
+        """The same with the peak of a precision: nothing is rounded to TF32 silently."""
         wide = self.fp32_tflops and widths(precision).activation >= 4
         return replace(self, peak_tflops=self.fp32_tflops, matmul_tflops=0.0) if wide else self
 
     def core(self, flops: float, head_dim: int) -> float:
-        """The seconds of attention between queries and keys: its products are as narrow as a head."""
+        """Seconds of attention between queries and keys: its matmuls are as narrow as a head."""
         return self.product(flops, self.attention * head_dim)
 
     def elementwise(self, count: float) -> float:
@@ -122,7 +122,7 @@ class Cluster:
         return count / (self.memory_gb_per_s * 1e9)
 
     def bandwidth(self, ranks: int, stride: int) -> float:
-        """Bytes per second that a rank of a group sends at; neighbours in the group are `stride` ranks apart."""
+        """Bytes per second that a rank of a group sends; neighbours in the group are `stride` ranks apart."""
         nodes = math.ceil(((ranks - 1) * stride + 1) / self.gpus_per_node)
         if nodes == 1:
             return self.inside_gb_per_s * 1e9
@@ -133,7 +133,7 @@ class Cluster:
         return min(self.inside_gb_per_s, out) * 1e9
 
     def seconds(self, flow: Flow, stride: int) -> float:
-        """Of all messages of a kind; the better of a ring and a tree where both exist."""
+        """Seconds of all messages of a kind; the better of ring and tree where both exist."""
         P, each = flow.ranks, flow.wire / flow.times
         steps = {"all_reduce": min(2 * (P - 1), 2 * math.log2(P)), "send": 1, "all_to_all": 1}
         latency = steps.get(flow.collective, P - 1) * self.latency_us * 1e-6
@@ -143,14 +143,14 @@ class Cluster:
         return flow.times * (each / self.bandwidth(P, stride) + latency)
 
     def hop(self, message: float, ranks: int, stride: int) -> float:
-        """Seconds of a message from one rank of a pipeline to the next, the mean of all: few of them leave a node."""
+        """Mean seconds of a message from one pipeline rank to the next: few of them leave a node."""
         out = min(ranks - 1, (ranks - 1) * stride // self.gpus_per_node) / (ranks - 1)
         speeds = out / self.outside_gb_per_s + (1 - out) / self.inside_gb_per_s
         return message * speeds / 1e9 + self.latency_us * 1e-6
 
 
 def measured_on(table: dict[str, float], nodes: int) -> float:
-    """Between two measured numbers of nodes: straight on a logarithmic scale; beyond the last: the last."""
+    """Between two measured numbers of nodes: linear on a logarithmic scale; beyond the last: the last."""
     points = sorted((int(n), speed) for n, speed in table.items())
     for (n0, s0), (n1, s1) in pairwise(points):
         if n0 <= nodes <= n1:
@@ -200,12 +200,12 @@ def check_positive(value: Any, what: str, whole: bool = False) -> None:
 
 
 def stride_of(axis: str, layout: Layout) -> int:
-    """How far apart neighbours of a group are, in ranks of the mesh (mesh.py: tp innermost, pp outermost).
+    """Distance between neighbours of a group, in ranks of the mesh (mesh.py: tp innermost, pp outermost).
 
-    Of a group that DualPipe doubles, those in one stage.
+    For a group that DualPipe doubles, within one stage.
     """
     t, stage = layout.tp, layout.tp * layout.cp * layout.dp
-    tokens = 1 if layout.sequence_parallel else t  # then tensor ranks hold different ones, too
+    tokens = 1 if layout.sequence_parallel else t  # then tensor ranks also hold different ones
     strides = {"tp": 1, "world": 1, "tokens": tokens, "all tokens": tokens, "ends": (layout.pp - 1) * stage}
     strides |= {"batch": t, "replica": t, "data": t, "ep": t, "experts": t * layout.ep, "pp": stage}
     return (strides | {"ulysses": t, "ring": t * layout.ulysses})[axis]
@@ -213,7 +213,7 @@ def stride_of(axis: str, layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step on the slowest rank, by what they go to; and what hid behind something else."""
+    """Seconds of one step on the slowest rank, by purpose; and what was overlapped."""
 
     parts: dict[str, float]
     hidden: dict[str, float]
@@ -229,27 +229,27 @@ class Step:
 
 @lru_cache(maxsize=4096)
 def flops_of(model: LlamaConfig, batch: int, seq: int) -> tuple[float, float, float]:
-    """(products of one layer, core of attention of one layer, output layer), forward. A causal kernel skips half."""
+    """(matmuls of a layer, its core of attention, output layer), forward. A causal kernel skips half."""
     flops = forward_flops(model, batch, seq)
     layer = (flops["projections"] + flops["MLP"]) / model.layers
     return layer, flops["attention core"] / model.layers / 2, flops["lm_head"]
 
 
 def active_part(model: LlamaConfig, moe: MoEConfig | None) -> LlamaConfig:
-    """The dense model that computes as much as a token does here."""
+    """The dense model with the same FLOPs per token."""
     return replace(model, intermediate=model.intermediate * moe.top_k) if moe else model
 
 
 def width_of(products: Iterable[tuple[float, float, float]]) -> float:
-    """n of products [M, K] x [K, N] together, given as (M, K, N): so many elements of matrices are moved for a FLOP as
-    in one with 1/n = 1/M + 1/K + 1/N. Backward's products have the same three sides."""
+    """n of several matmuls [M, K] x [K, N], given as (M, K, N): together they move as many matrix elements
+    per FLOP as one with 1/n = 1/M + 1/K + 1/N. Backward's matmuls have the same three sides."""
     sides = list(products)
     moved = sum(M * K + K * N + M * N for M, K, N in sides)
     return sum(M * K * N for M, K, N in sides) / moved
 
 
 def products_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> list[tuple[float, float, float]]:
-    """(M, K, N) of a block's products on one rank: q, out, k, v, gate, up, down."""
+    """(M, K, N) of a block's matmuls on one rank: q, out, k, v, gate, up, down."""
     c, t, T = model, layout.tp, layout.tokens
     kv = c.kv_heads * c.head_dim / t
     attention: list[tuple[float, float, float]] = [
@@ -258,7 +258,7 @@ def products_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> li
     ]
     attention += [(T, c.hidden, kv)] * 2
     rows, wide, times = T, c.intermediate / t, 1
-    if moe:  # an expert's rows, with an even load; experts are not cut by tensor ranks
+    if moe:  # an expert's rows, with an even load; tensor ranks do not shard experts
         rows = max(1, moe.top_k * layout.outer_tokens * layout.ep // moe.experts)
         wide, times = moe.intermediate, max(1, moe.experts // layout.ep)
     return attention + times * [(rows, c.hidden, wide), (rows, c.hidden, wide), (rows, wide, c.hidden)]
@@ -266,8 +266,8 @@ def products_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> li
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Of one micro-batch: a block's forward, what recomputation adds, its messages by kind, those of a ring that show,
-    and the products and messages around the blocks."""
+    """For one micro-batch: a block's forward, what recomputation adds, its messages by kind, the exposed time
+    of a ring, and the matmuls and messages around the blocks."""
 
     forward: float
     again: float
@@ -288,7 +288,7 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
     forward += cluster.elementwise(2 * cluster.passes * block_activations(model, moe, layout, "none"))
     again = {"none": 0.0, "selective": attention, "full": forward}[layout.recompute]
     if layout.fpdt_chunks:
-        again = forward  # FPDT keeps the input of a block, no more
+        again = forward  # FPDT saves only the input of a block
     sends = {"tp": 0.0, "ring": 0.0, "all-to-all": 0.0}
     for flow in of_layers(model, moe, layout, 1, 1):
         if flow.ranks > 1 and flow.what != "counts of a step":
@@ -308,7 +308,7 @@ def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, l
 
 
 def one_block(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster) -> BlockSeconds:
-    """Found once for all layouts that differ only in what a block does not feel."""
+    """Computed once for all layouts that differ only outside of a block."""
     felt = Layout(
         dp=layout.dp if moe else 1, tp=layout.tp, sequence_parallel=layout.sequence_parallel, ring=layout.ring,
         ulysses=layout.ulysses, gather_kv=layout.gather_kv, ep=layout.ep, micro_batch=layout.micro_batch,
@@ -319,9 +319,9 @@ def one_block(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster
 
 
 def least_seconds(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster) -> float:
-    """What no schedule, no stage of ZeRO and no recomputation takes away: products, and messages of blocks that show.
+    """The least with any schedule, ZeRO stage and recomputation: matmuls, and exposed messages of blocks.
 
-    Per token it only falls with the micro-batch: products get wider, and there are fewer latencies.
+    Per token it only falls with the micro-batch: matmuls get wider, and there are fewer latencies.
     """
     one = one_block(model, moe, layout, cluster)
     block = 3 * one.forward + one.sends["tp"] + one.sends["all-to-all"] + one.ring
@@ -333,7 +333,7 @@ def step_time(
 ) -> Step:
     """Raises ScheduleError for a pipeline that cannot be built."""
     m, p, v = layout.micro_batches, layout.pp, layout.stages_per_rank
-    layers = model.layers / p  # of a rank, on average; that they may not divide shows in the bubble
+    layers = model.layers / p  # of a rank, on average; uneven layers count in the bubble
     one = one_block(model, moe, layout, cluster)
     forward, backward, again, vocabulary, ends = one.forward, 2 * one.forward, one.again, one.vocabulary, one.ends
     sends, ring = one.sends, one.ring
@@ -350,7 +350,7 @@ def step_time(
         message = cluster.hop(layout.outer_tokens * model.hidden * width_e, p, stride_of("pp", layout))
         waiting = bubble_seconds(layout, layers / v * block, vocabulary + ends, message, simulated, model.layers)
         busy = m * (layers * block + vocabulary + ends)
-        bubble = max(0.0, (busy + waiting) / cluster.alone - busy)  # who waits may leave its core to others
+        bubble = max(0.0, (busy + waiting) / cluster.alone - busy)  # a waiting rank may free its core
         bubble += 0.0 if cluster.hides else 2 * m * v * message
     parts["pipeline bubble"] = bubble
     if layout.fpdt_chunks:
@@ -367,20 +367,20 @@ def step_time(
 
 
 def fpdt_idle(model: LlamaConfig, layout: Layout, cluster: Cluster) -> float:
-    """Seconds that one layer waits for its host, forward, once more, and backward, by chapter 08's formulas."""
+    """Seconds that a layer waits for its host: forward, recomputation, backward, by chapter 08's formulas."""
     z, rate = fpdt_sizes(model, layout), cluster.rate * cluster.ceiling
     link = Hardware(rate, cluster.host_gb_per_s * 1e9)
     pair, fetch = pair_seconds(z, link)
     forward = idle_forward(z.u, pair / 2, pair, fetch)
-    pairs = z.u * z.u / 2  # backward computes a pair in 5/2 of its forward time: five products for two
+    pairs = z.u * z.u / 2  # backward of a pair takes 5/2 of its forward: five matmuls for two
     backward = max(0.0, sum(link_bytes(z, "backward")) / link.link - pairs * 2.5 * pair)
     return layout.micro_batch * (2 * forward + backward)
 
 
 def bubble_seconds(layout: Layout, stage: float, last: float, message: float, simulated: bool, layers: int) -> float:
-    """How much longer the step takes than the last rank computes, if all have equally many layers. `stage`: one
-    micro-batch in one stage, there and back, on average; `last`: what the last stage has to do besides; `message`: from
-    one rank to the next; `layers`: of the model, which the stages may not divide."""
+    """How much longer the step takes than the last rank computes, if all have equally many layers. `stage`:
+    one micro-batch in one stage, forward and backward, on average; `last`: extra work of the last stage;
+    `message`: from one rank to the next; `layers`: of the model, which the stages may not divide."""
     p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
     if simulated and p * m * v <= SIMULATED:
         schedule = schedule_of(layout)
@@ -393,16 +393,16 @@ def bubble_seconds(layout: Layout, stage: float, last: float, message: float, si
     way = {"zb-h1": 1, "zb-h2": 1, "zb-v": 1, "auto": 1, "dualpipe": 0.5, "dualpipe-v": 0.5}.get(layout.schedule, 3)
     if layout.schedule == "naive":
         way *= m
-    fullest = math.ceil(layers / p) * p / layers  # times as many layers as on average
-    uneven = max(0, m - p) * (fullest - 1) * v * stage  # while the pipeline is full, all wait for that rank
+    fullest = math.ceil(layers / p) * p / layers  # relative to the average number of layers
+    uneven = max(0, m - p) * (fullest - 1) * v * stage  # in the steady state all wait for that rank
     return (p - 1) * way * third + uneven + waits(layout) * message
 
 
 def waits(layout: Layout) -> float:
-    """Messages that a step waits for one after the other, where each is short beside a stage: what the simulator finds.
+    """Messages on the critical path of a step, if each is short compared with a stage, by the simulator.
 
-    All fill the pipeline and empty it again. In 1F1B a rank has just p - r micro-batches in flight, none to spare: each
-    way down and up again, 2 (p - 1) messages, is waited for, once in p micro-batches.
+    All schedules have warm-up and cool-down. In 1F1B a rank has exactly p - r micro-batches in flight, so
+    each round trip of 2 (p - 1) messages is exposed, once per p micro-batches.
     """
     p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
     steady = max(2 * (p - 1), 2 * (p - 1) * m / p + 2 * (p - 2))
@@ -414,23 +414,23 @@ def waits(layout: Layout) -> float:
 def data_parallel(
     model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster, ahead: float, behind: float
 ) -> tuple[float, dict[str, float]]:
-    """Seconds that reducing gradients and gathering weights add to a step, and those behind the computation.
+    """Seconds that reducing gradients and gathering weights add to a step, and seconds that are overlapped.
 
-    `ahead`, `behind`: of one micro-batch's forward and backward. What hides costs too: it takes processors and memory
-    from the computation (`slowed`). Experts have fewer ranks than the rest, further apart, and no stage 3.
+    `ahead`, `behind`: of one micro-batch's forward and backward. Overlap also costs: it takes processors and
+    memory from the computation (`slowed`). Experts have fewer ranks, further apart, and no stage 3.
     """
     if layout.data == 1:
         return 0.0, {}
     e, m = widths(layout.precision).weight, layout.micro_batches
     g = 4 if layout.reduce_dtype == "fp32" else e
-    backwards = 1 if layout.pp > 1 else m  # that reduce, at stage 2
+    backwards = 1 if layout.pp > 1 else m  # backwards that reduce, at stage 2
     experts = rough_experts(model, moe, layout)
     owners = [("data", rough_parameters(model, moe, layout) - experts, layout.data, layout.zero)]
     if experts > 0:
         owners.append(("experts", experts, layout.data // layout.ep, min(layout.zero, 2)))
     total = bare = 0.0
     for axis, psi, ranks, stage in owners:
-        sent = model.layers / layout.pp + 1 if stage == 3 else max(1.0, psi * e / layout.bucket_bytes)  # portions
+        sent = model.layers / layout.pp + 1 if stage == 3 else max(1.0, psi * e / layout.bucket_bytes)  # buckets
         half, other, both = (
             cluster.seconds(Flow(collective, axis, psi * width / sent, ranks, sent), stride_of(axis, layout))
             for collective, width in (("reduce_scatter", g), ("all_gather", e), ("all_reduce", g))
@@ -448,7 +448,7 @@ def data_parallel(
 
 
 def rough_experts(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:
-    """Of a rank's parameters those of experts that fewer ranks hold alike than the rest."""
+    """A rank's parameters of experts, which fewer ranks replicate than the rest."""
     if moe is None or layout.ep == 1:
         return 0.0
     return model.layers / layout.pp * moe.experts / layout.ep * 3 * moe.intermediate * model.hidden
@@ -468,7 +468,7 @@ def rough_parameters(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) 
 
 
 def rough_held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> dict[str, float]:
-    """Weights, gradients and optimizer states of a rank without counting padding."""
+    """Weights, gradients and optimizer states of a rank, without padding."""
     width, N, z = widths(layout.precision), layout.data, layout.zero
     psi = rough_parameters(model, moe, layout)
     return {

@@ -1,7 +1,7 @@
 """The one place that puts the trainer and the chapters on the planner's import path.
 
-After `import planner_paths`, `from options import Config` is the trainer's own class: what is planned and rehearsed
-is what runs.
+After `import planner_paths`, `from options import Config` is the trainer's own class: what is planned and
+rehearsed is what runs.
 """
 
 import sys

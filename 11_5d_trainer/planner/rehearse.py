@@ -2,33 +2,33 @@
 
     python 11_5d_trainer/planner/rehearse.py --ranks 8 --tp 2 --pp 2 --zero 1        any options of train.py
     python 11_5d_trainer/planner/rehearse.py --model llama3-70b --ranks 512 --plan   the layout that plan.py proposes
-    ... --all-ranks         run every rank, and take nothing for granted
+    ... --all-ranks         run every rank, and assume nothing
     ... --backend gloo      as on CPU ranks, where the trainer reduces gradients by sends; otherwise nccl
-    ... --processes 2       ranks side by side
+    ... --processes 2       ranks at the same time
 
-Problem. A plan says that a layout fits, and train.py's checks say that it divides. Neither has called a collective. On
-ten thousand GPUs the first step is the first time that all ranks meet, and a rank that calls two collectives in another
-order is found by a timeout that names neither of them.
+Problem. A plan says that a layout fits, and train.py's checks say that it divides. Neither has called a
+collective. On ten thousand GPUs the first step is the first time that all ranks run together. If one calls
+two collectives in another order, the only sign is a timeout that names neither of them.
 
-Idea. The program of a rank does not depend on what its tensors hold, only on their shapes. So each distinct rank runs
-alone, in one process, without memory and without a network, and writes down what it would have sent, to whom, and when
-it would have waited (rehearse_rank.py). Then all of them are played against each other (rehearse_match.py):
+Idea. The program of a rank does not depend on the values of its tensors, only on their shapes. So each
+distinct rank runs alone, in one process, without memory and network, and records what it would send, to which
+rank, and when it would wait (rehearse_rank.py). Then the recorded programs are matched (rehearse_match.py):
 
-    does it run?    every collective meets the same one on all ranks of its group, every send a receive, and nobody
-                    waits in a circle. If not: which ranks, and the lines of code on both sides
-    does it fit?    bytes at the peak of the step, to the byte of what the meter counts on ranks that really run; beside
+    does it run?    every collective matches the same one on all ranks of its group, every send a receive, and
+                    no ranks wait in a cycle. If not: which ranks, and the lines of code on both sides
+    does it fit?    bytes at the peak of the step, equal to the meter's count on ranks that really run; beside
                     it the planner's formula
-    what is sent?   bytes on the wire by collective, beside the planner's
+    what is sent?   bytes sent by collective, beside the planner's
 
     rank                       0        1        ...     16383           16,384 ranks as 8 x 128 x 16 (tp, dp, pp)
     runs the program of        0        0        ...     15 x 1024       16 programs: data and tensor ranks are twins
 
-Ranks that differ: stages of a pipeline, with `--cp-kind ring` places in the ring, which see different parts of the
-causal mask, and those of Ulysses if neither of their number and that of the K/V heads divides the other. The others on
-the same stage do the same with other numbers.
+Ranks with different programs: pipeline stages; with `--cp-kind ring` positions in the ring, which see
+different parts of the causal mask; and Ulysses ranks if neither of their number and the K/V heads divides the
+other. All other ranks of a stage run the same program on other data.
 
-Without --plan and --precision it is rehearsed in fp32; on GPUs with bf16 the trainer takes bf16-master and --zero 1.
-The last line is PASS; or the finding is printed, and the exit code is 1. Bad options: one line, exit code 2.
+Without --plan and --precision the rehearsal is in fp32; on GPUs the trainer uses bf16-master and --zero 1 if
+they have bf16. The last line is PASS; or the finding, with exit code 1. Wrong options: one line, exit code 2.
 """
 
 import argparse
@@ -65,7 +65,7 @@ GIB = 2**30
 
 @dataclasses.dataclass
 class Rehearsal:
-    """A run that was rehearsed: what its distinct ranks did, and what would go wrong, if anything."""
+    """A rehearsed run: what its distinct ranks did, and what would go wrong, if anything."""
 
     config: Config
     sizes: LlamaConfig
@@ -79,8 +79,8 @@ class Rehearsal:
 
 
 def twins(config: Config, sizes: LlamaConfig, ranks: int) -> Callable[[int], int]:
-    """rank -> the rank whose program it runs: the first with the same stage (and the same place in a plain ring, or in
-    Ulysses where its ranks need unequally many K/V heads)."""
+    """rank -> the rank whose program it runs: the first with the same stage (and the same place in a plain
+    ring, or in Ulysses if its ranks need different numbers of K/V heads)."""
     axes = config.layout(sizes, ranks)[0]
     keep = {"pp"} | ({"ring"} if config.cp_kind == "ring" else set())
     kv_heads, all_to_all = max(sizes.kv_heads // config.tp, 1), axes["ulysses"]
@@ -107,8 +107,8 @@ def rehearse(
 ) -> Rehearsal:
     """Run every distinct rank of `ranks`, and match what they did. Raises UsageError for what cannot be rehearsed.
 
-    cluster  on whose clock the step is put
-    before   called with each rank before it runs; gives a context for it. The tests plant mistakes with it.
+    cluster  whose clock times the step
+    before   called with each rank before it runs; returns a context for it. The tests plant mistakes with it.
     """
     begin = time.perf_counter()
     config = check(config, sizes, ranks, backend)
@@ -149,7 +149,7 @@ def table(rows: list[list[str]]) -> list[str]:
 
 
 def unplanned(config: Config, sizes: LlamaConfig, ranks: int) -> str:
-    """Why the planner has no numbers to stand beside these; empty if it has."""
+    """Why the planner has no values to compare; empty if it has."""
     try:
         check_planned(config, sizes, ranks)
     except UsageError as error:
@@ -158,7 +158,7 @@ def unplanned(config: Config, sizes: LlamaConfig, ranks: int) -> str:
 
 
 def planned(done: Rehearsal, run: Recorded) -> tuple[int, dict[str, float]]:
-    """Bytes at the peak and bytes sent of this rank by the planner's formulas."""
+    """Peak bytes and bytes sent of this rank by the planner's formulas."""
     layout, moe = Layout.of(done.config, done.sizes, done.ranks), done.config.mixture(done.sizes)
     place = run.place["pp"]
     sent = by_collective(flows(done.sizes, moe, layout, place, p2p_reduce=done.backend == "gloo"))
@@ -241,7 +241,7 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
 
 
 def check_trace(file: str) -> None:
-    """UsageError unless the trace can be written, before anything takes time."""
+    """Raise UsageError unless the trace can be written, before anything takes time."""
     new = not Path(file).exists()
     try:
         with open(file, "a"):
@@ -249,11 +249,11 @@ def check_trace(file: str) -> None:
     except OSError as error:
         raise UsageError(f"--trace {file} cannot be written to ({os.strerror(error.errno or 0)})") from None
     if new:
-        Path(file).unlink()  # what comes next may refuse the other options
+        Path(file).unlink()  # later checks may refuse the other options
 
 
 def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaConfig]:
-    """What is rehearsed, from the command line. Raises UsageError."""
+    """The run to rehearse, from the command line. Raises UsageError."""
     words: dict[str, Any] = {"steps": 300}
     words |= {"preset": args.model} if args.model in plan.PRESETS else {}
     words |= parse_trainer(rest)

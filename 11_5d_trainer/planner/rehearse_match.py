@@ -1,25 +1,25 @@
-"""What the ranks of a run have written down, held against each other: does every message find its other side?
+"""Match the recorded programs of the ranks of a run: does every message have its other side?
 
-Problem. A rank that skips a collective, or calls two in another order, does not fail. It waits, and so do all others,
-until a timeout says that something, somewhere, did not come. Or worse: sizes happen to fit, and the sum is wrong.
+Problem. A rank that skips a collective, or calls two in another order, does not fail. It waits, and so do all
+others, until a timeout says that something did not arrive. Or worse: sizes happen to fit, and the sum is wrong.
 
-Idea. The programs of the ranks (rehearse_rank.py) are lists of starts and waits. Play them: a rank goes on until it
-waits for something that has not come. What can be said without any clock:
+Idea. The programs of the ranks (rehearse_rank.py) are lists of starts and waits. Replay them: a rank
+continues until it waits for something that is not complete. What can be decided without any clock:
 
-    a collective is there      when every rank of its group has started its k-th in this group. All k-th must be the
-                               same one: name, sizes, dtype, sum or root; what one sends in an all-to-all, another takes
-    a message is there         when its receive and its send have both been started, k-th with k-th between two ranks.
-                               On nccl, what two ranks do with each other is one line: a send meets a receive, unless
-                               both are posted in one batch
-    a deadlock                 when nobody can go on: follow who waits for whom until a rank comes twice, or has ended
+    a collective completes     when every rank of its group has started its k-th in this group. All k-th must
+                               agree in name, sizes, dtype, sum or root, and in the splits of an all-to-all
+    a message completes        when its receive and its send have both been started, k-th with k-th between two
+                               ranks. On NCCL two ranks have one queue for both directions: a send matches a
+                               receive, unless both are posted in one batch
+    a deadlock                 is when no rank can continue: follow the waits until a rank recurs, or has ended
 
-A send counts as waiting for its receive, as on nccl: that gloo may have taken a small message is luck.
+A send waits for its receive, as on NCCL: that Gloo may have buffered a small message is luck.
 
-Ranks that do the same. `twin(rank)` says whose program a rank runs: of 16,384 ranks those differ that hold different
-stages. Twins run in lockstep, so a collective of a group is there when one of each kind in it has started it, and a
-message to a rank that was not run comes from the twin of that rank, as many places behind in the group. This holds if a
-group that has a rank in it also has its twin; `check_twins` says where it does not. What it takes for granted, that
-twins really do the same, is shown by `--all-ranks`, where every rank runs.
+Ranks with the same program. `twin(rank)` is the rank whose program a rank runs: of 16,384 ranks only those of
+different stages differ. Twins run in lockstep, so a collective completes when one of each kind has started
+it. A message to a rank that was not run comes from that rank's twin, as many places behind in the group. This
+needs every group of a rank to contain its twin; `check_twins` reports where one does not. That twins really
+do the same is verified by `--all-ranks`, where every rank runs.
 """
 
 from collections import defaultdict, deque
@@ -30,25 +30,25 @@ from typing import Any
 from rehearse_rank import Group, Line, Op, Recorded, written
 
 Twin = Callable[[int], int]
-Key = tuple[Group, int, int, int]  # group; twins of sender and receiver; how many places they are apart in the group
+Key = tuple[Group, int, int, int]  # group; twins of sender and receiver; their distance in the group
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Why the run would not go on, in a few lines that name ranks and lines of code."""
+    """Why the run would not continue, in a few lines that name ranks and lines of code."""
 
     kind: str  # "groups" | "mismatch" | "deadlock" | "left over"
     text: str
 
 
 class Play:
-    """All programs at once. `run` returns the first finding, or None if every rank comes to its end."""
+    """Replays all programs. `run` returns the first finding, or None if every rank reaches its end."""
 
     def __init__(self, runs: Mapping[int, Recorded], twin: Twin, backend: str) -> None:
         self.runs, self.twin, self.backend = runs, twin, backend
         self.at = dict.fromkeys(runs, 0)  # place in the program
         self.calls: dict[tuple[Group, int], int] = defaultdict(int)  # collectives started, by group and rank
-        self.order: dict[tuple[int, int], int] = {}  # (rank, op) -> the how manieth of its group
+        self.order: dict[tuple[int, int], int] = {}  # (rank, op) -> its index in its group
         self.here: dict[tuple[Group, int], dict[int, int]] = defaultdict(dict)  # (group, k) -> rank -> its op
         self.mail: dict[Key, tuple[deque[Any], deque[Any]]] = defaultdict(lambda: (deque(), deque()))  # sends, receives
         self.done: set[tuple[int, int]] = set()
@@ -69,7 +69,7 @@ class Play:
         return self.left_over() or (self.out_of_line() if self.backend == "nccl" else None)
 
     def advance(self, rank: int) -> bool:
-        """Go on as far as this rank can. Did anything happen?"""
+        """Continue as far as this rank can. Returns whether anything happened."""
         program, begin = self.runs[rank].program, self.at[rank]
         while self.at[rank] < len(program) and not self.found:
             starts, index = program[self.at[rank]]
@@ -97,13 +97,13 @@ class Play:
             del self.here[op.group, k]
 
     def of(self, group: Group) -> list[int]:
-        """The ranks of a group whose programs are here: one of each kind."""
+        """The ranks of a group whose programs were run: one of each kind."""
         if group not in self.members:
             self.members[group] = [rank for rank in group[1] if rank in self.runs]
         return self.members[group]
 
     def post(self, rank: int, index: int, op: Op) -> None:
-        """A message: with whom, and is the other side there?"""
+        """Post a message: find its peer, and whether the other side is posted."""
         key = self.line_of(rank, op)
         sends, receives = self.mail[key]
         (sends if op.name == "send" else receives).append((rank, index))
@@ -122,7 +122,7 @@ class Play:
         return (op.group, rank, peer, apart) if op.name == "send" else (op.group, peer, rank, -apart % len(ranks))
 
     def compare(self, group: Group, k: int, here: Mapping[int, int]) -> None:
-        """Is the k-th collective of a group the same one on all of its ranks?"""
+        """Is the k-th collective of a group the same on all of its ranks?"""
         (first, index), *others = sorted(here.items())
         mine = self.runs[first].ops[index]
         for rank, other_index in others:
@@ -134,16 +134,16 @@ class Play:
                 return
 
     def arrive(self, both_sides: list[tuple[int, int]]) -> None:
-        """All who take part have started. (rehearse_time.py adds a clock here, and in `passed`.)"""
+        """All participants have started. (rehearse_time.py adds a clock here, and in `passed`.)"""
         self.done.update(both_sides)
 
     def passed(self, rank: int, starts: bool, index: int) -> None:
-        """A rank goes on to the next entry of its program."""
+        """A rank continues with the next entry of its program."""
 
-    # ---- words
+    # ---- messages
 
     def parted(self, group: Group, first: int, other: int, before: int) -> str:
-        """Collectives of equal sizes hide that one is missing. The lines of code say where the two ranks parted."""
+        """Collectives of equal sizes hide that one is missing. The lines of code show where ranks diverge."""
         mine, theirs = (
             [op for op in self.runs[rank].ops if op.group == group and op.peer is None] for rank in (first, other)
         )
@@ -172,14 +172,14 @@ class Play:
         return f"{op.name}{detail} of {size} in {name} {few(op.group[1])}{count}\n    at {at(op)}"
 
     def missing(self, rank: int, index: int) -> int:
-        """A rank that has not come to what this rank waits for."""
+        """A rank that has not started what this rank waits for."""
         op = self.runs[rank].ops[index]
         if op.peer is not None:
             return self.twin(op.group[1][op.peer])
         return next(r for r in self.of(op.group) if r not in self.here[op.group, self.order[rank, index]])
 
     def deadlock(self, rank: int) -> Finding:
-        """Follow who waits for whom, from a rank that is stuck, until one comes twice or has come to its end."""
+        """Follow the waits from a rank that is stuck, until a rank occurs twice or has ended."""
         chain: list[int] = []
         lines: list[str] = []
         while rank not in chain:
@@ -206,7 +206,7 @@ class Play:
         return Finding("deadlock", text)
 
     def left_over(self) -> Finding | None:
-        """All have ended; was something started that nobody joined, and that nobody waited for?"""
+        """All ranks have ended; was something started that was never matched or waited for?"""
         for (group, _), here in self.here.items():
             rank, index = next(iter(here.items()))
             other = next(r for r in self.of(group) if r not in here)
@@ -220,7 +220,7 @@ class Play:
         return None
 
     def out_of_line(self) -> Finding | None:
-        """nccl has no tags, and a pair of ranks one queue: what one does with the other must mirror what that does."""
+        """NCCL has no tags, and a pair of ranks one queue: their operations must mirror each other."""
         lines: dict[tuple[Group, int, int], list[tuple[list[str], int]]] = defaultdict(list)
         for rank, run in self.runs.items():
             last: dict[tuple[Group, int, int], int] = {}
@@ -294,7 +294,7 @@ def compare_groups(runs: Mapping[int, Recorded]) -> Finding | None:
 
 
 def check_twins(runs: Mapping[int, Recorded], twin: Twin) -> str:
-    """Why the ranks that were run cannot stand for all; empty if they can."""
+    """Why the ranks that were run cannot represent all; empty if they can."""
     for rank in runs:
         if twin(rank) != rank:
             return f"rank {rank} was run, and it stands for nobody"

@@ -1,30 +1,30 @@
-"""One rank of a run that sends nothing and holds nothing: the trainer's own code on tensors without memory.
+"""One rank of a run that sends nothing and stores nothing: the trainer's own code on tensors without memory.
 
-Problem. Whether the ranks of a layout fit together shows when they run, and ten thousand GPUs are an expensive place to
-find out that one of them calls its collectives in another order.
+Problem. Mismatches between the ranks of a layout show when they run, and ten thousand GPUs are an expensive
+way to find out that one of them calls its collectives in another order.
 
-Idea. torch's "meta" device computes shapes and strides of results and nothing else. So one process can be rank 4711 of
-16,384: it builds that rank's part of the model and runs a whole step, forward, backward and update, in seconds. A
-dispatch mode sees everything that torch is asked to do:
+Idea. torch's "meta" device computes only shapes and strides of results. So one process can be rank 4711 of
+16,384: it builds that rank's part of the model and runs a full step, forward, backward and update, in
+seconds. A dispatch mode intercepts every operator:
 
-    a collective or message    written down (name, group, sizes, dtype, lines of code) and not sent; its `wait()` too
-    a new tensor               its bytes are counted until it is gone, as the meter of the tests counts them
-    a number for the host      1 (a loss, a norm): there is none, and the step goes on as after a good one
+    a collective or message    recorded (name, group, sizes, dtype, lines of code), not sent; also its `wait()`
+    a new tensor               its bytes are counted until it is freed, as the meter of the tests counts them
+    a value for the host       1 (a loss, a norm): there is none, and the step continues as after a finite one
 
-What stands in for something else, and why it must (`stand_ins`; everything else is the trainer's and chapters' code):
+What is replaced, and why it must be (`stand_ins`; everything else is the trainer's and chapters' code):
 
-    dist.new_group             writes down every group, makes only those of this rank: 16,384 ranks have some 25,000
-    dist.get_backend           "nccl" or "gloo", whichever is rehearsed: on gloo the trainer reduces by sends
-    initial weights            not drawn: they would be real, and have no place to go to
-    attention                  the fused kernel by name: on "meta" torch would take the one that keeps [S, S] scores
+    dist.new_group             records every group, makes only those of this rank: 16,384 ranks have some 25,000
+    dist.get_backend           "nccl" or "gloo", whichever is rehearsed: on Gloo the trainer reduces by sends
+    initial weights            not drawn: they would have values, and there is no memory for them
+    attention                  the fused kernel by name: on "meta" torch would take one that saves [S, S] scores
     launches of Triton         left out: chapter 09's functions allocate what they return, and a kernel fills it in
-    device_of                  chapter 02 puts its count of tokens where the backend wants it; here there is one device
-    torch.autocast             off: it does not know this device, and options that need it are refused
-    fused AdamW                asks whether it knows the device; told that it does, it computes shapes like the others
-    route, make_plan           tokens go to the experts in turn. How many go where is a value; everything else is shape
-    storage.resize_            not an operator, and stage 3 of ZeRO gives memory back with it
+    device_of                  chapter 02 puts its token count on the backend's device; here there is one device
+    torch.autocast             off: it does not support this device, and options that need it are refused
+    fused AdamW                asks whether it supports the device; if told so, it computes shapes like others
+    route, make_plan           tokens go to the experts in turn. Row counts are values; everything else is shape
+    storage.resize_            not an operator, but stage 3 of ZeRO frees memory with it
 
-Bytes on "meta" are bytes that the same tensors would have. What a kernel takes for itself and gives back is not seen.
+Bytes on "meta" are bytes that the same tensors would have. A kernel's own temporary memory is not counted.
 """
 
 import dataclasses
@@ -64,9 +64,9 @@ HOME = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).resolve().parents[1]
 BACKEND = "rehearsal"
 Line = tuple[str, int, str]  # file, line, function
-Group = tuple[int, tuple[int, ...]]  # its number among all groups that the run makes, and its global ranks
+Group = tuple[int, tuple[int, ...]]  # its index among all groups of the run, and its global ranks
 
-# operator -> (name, which argument holds the whole tensor)
+# operator -> (name, which argument holds the full tensor)
 COLLECTIVES = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::broadcast_": ("broadcast", 0),
@@ -90,7 +90,7 @@ class Op:
     detail: str  # the sum, or the root
     peer: int | None  # of a message: rank in the group
     splits: tuple[list[int], list[int]] | None  # of an all-to-all: elements to and from each rank of the group
-    lines: tuple[Line | None, Line | None]  # the innermost of ours, and the innermost of the trainer
+    lines: tuple[Line | None, Line | None]  # the innermost of this project, and the innermost of the trainer
     batch: int = 0  # of a message: which `batch_isend_irecv` it is part of; 0: none
     waited: bool = False
 
@@ -101,7 +101,7 @@ class Op:
 
 @dataclasses.dataclass
 class Recorded:
-    """What one rank did. `program`: (True, i) starts ops[i], (False, i) waits for it, in the order of the host."""
+    """What one rank did. `program`: (True, i) starts ops[i], (False, i) waits for it, in host order."""
 
     rank: int
     place: dict[str, int]
@@ -109,12 +109,12 @@ class Recorded:
     made: list[tuple[tuple[int, ...], Line | None]]  # every group that the run makes, in order, and where
     ops: list[Op]
     program: list[tuple[bool, int]]
-    bytes: dict[str, int]  # held between steps by category, and what a step adds to it at most
+    bytes: dict[str, int]  # stored between steps by category, and the most that a step adds
     step_from: int = 0  # index in `ops` of the first of the step
     busy: list[float] = dataclasses.field(default_factory=list)  # of the step, seconds of compute before each entry
 
     def sent(self) -> Counter[str]:
-        """Bytes that the step puts on the wire, by collective: rings, as plan_traffic.py counts them."""
+        """Bytes that the step sends, by collective: rings, as plan_traffic.py counts them."""
         found: Counter[str] = Counter()
         for op in self.ops[self.step_from :]:
             found[op.name] += wire(op, self.rank)  # type: ignore[assignment]
@@ -138,7 +138,7 @@ def wire(op: Op, rank: int) -> float:
 
 
 class Sent(Work):
-    """What `async_op=True` gives back. It is never late; but when it is waited for is written down."""
+    """What `async_op=True` returns. It is complete at once, but its wait is recorded."""
 
     def __init__(self, recorder: "Recorder", index: int) -> None:
         super().__init__()
@@ -154,11 +154,11 @@ class Sent(Work):
 
 FRESH: dict[Any, bool] = {}  # operator -> does it return new tensors only?
 WRITES: dict[Any, bool] = {}  # operator -> does it write into an argument?
-KNOWN: dict[Any, tuple[bool, list[Any]]] = {}  # operator and shapes -> shapes of what it returns; the same on all ranks
+KNOWN: dict[Any, tuple[bool, list[Any]]] = {}  # operator, shapes -> shapes of results; for all ranks
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operator of one rank: communication is written down instead of done, and bytes are counted."""
+    """Intercepts every operator of one rank: communication is recorded, not done, and bytes are counted."""
 
     def __init__(self, rank: int, cluster: Cluster | None = None) -> None:
         super().__init__()
@@ -171,16 +171,16 @@ class Recorder(TorchDispatchMode):
         self.group_of: dict[str, Group] = {}  # by torch's name for the group
         self.ops: list[Op] = []
         self.program: list[tuple[bool, int]] = []
-        self.works: list[Sent] = []  # torch hands out references that do not keep the Python half alive
-        self.where: dict[str, int] = {}  # file -> 0 none of ours, 1 a chapter, 2 the trainer
-        self.arriving = 0  # rows that come to this rank's experts in each layer
+        self.works: list[Sent] = []  # torch's references do not keep the Python object alive
+        self.where: dict[str, int] = {}  # file -> 0 other code, 1 a chapter, 2 the trainer
+        self.arriving = 0  # rows received by this rank's experts in each layer
         self.sizes: dict[StorageWeakRef, tuple[int, int]] = {}  # -> (bytes, which step made it)
         self.step, self.current, self.peak = 0, 0, 0
 
     # ---- bytes
 
     def begin_step(self) -> None:
-        """From here on what is made counts; what is there already is what is held between steps."""
+        """New tensors count from here on; existing ones are what is stored between steps."""
         self.step, self.current, self.peak = self.step + 1, 0, 0
         self.busy, self.seconds = [0.0] * len(self.program), 0.0
 
@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):
             weakref.finalize(storage, self.freed, ref).atexit = False
         elif before == now:
             return
-        elif step < self.step:  # from before this step, and it grows: what it gains is this step's
+        elif step < self.step:  # older than this step, but it grows: the growth is this step's
             step = self.step
             before = now if before > now else before
         self.current += now - before
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
     # ---- operators
 
     def launched(self, kernel: str, args: Any) -> None:
-        """A Triton kernel (chapter 09) that is not run: its results are there already, without values."""
+        """A Triton kernel (chapter 09) that is not run: its results are allocated already, without values."""
         if self.cluster is not None:
             self.seconds += seconds_of_kernel(kernel, args, self.cluster)
 
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What the operator returns. Most were asked for the same shapes before: a layer is like the one before it."""
+        """The operator's results. Most shapes are in the cache, because the layers are alike."""
         fresh = FRESH.get(func)
         if fresh is None:
             fresh = FRESH[func] = returns_new_tensors(func)
@@ -288,13 +288,13 @@ class Recorder(TorchDispatchMode):
             self.enter(False, index)
 
     def fill(self, name: str, given: dict[str, Any], group: dist.ProcessGroup) -> None:
-        """The few tensors with values (counts of rows for experts) arrive as if every rank did what this one does."""
+        """The few tensors with values (row counts for experts) are received as if all ranks did the same."""
         if name == "all_to_all" and not given["output"].is_meta:
             mine = given["input"].view(group.size(), -1)[group.rank()]
             given["output"].view(group.size(), -1).copy_(mine.expand(group.size(), -1))
 
     def lines(self) -> tuple[Line | None, Line | None]:
-        """Where we are: the innermost line of a chapter (or of the trainer), and the innermost of the trainer."""
+        """The current lines: the innermost of a chapter (or trainer), and the innermost of the trainer."""
         frame: Any = sys._getframe(2)
         chapter = None
         while frame is not None:
@@ -302,7 +302,7 @@ class Recorder(TorchDispatchMode):
             kind = self.where.get(code.co_filename)
             if kind is None:
                 kind = self.where[code.co_filename] = kind_of(code.co_filename)
-            if code.co_name.startswith("<"):  # a comprehension: the function around it says more
+            if code.co_name.startswith("<"):  # a comprehension: use the function around it
                 kind = 0
             if kind and chapter is None:
                 chapter = code.co_filename, frame.f_lineno, code.co_name
@@ -321,13 +321,13 @@ PRODUCTS: dict[str, Callable[..., tuple[float, int]]] = {  # -> FLOPs, and the s
 
 
 def attention_flops(q: Tensor, k: Tensor, products: int) -> tuple[float, int]:
-    """q [B, N, S, D], k [B, N_kv, S, D]; half of each product, since the mask is causal."""
+    """q [B, N, S, D], k [B, N_kv, S, D]; half of each matmul, since the mask is causal."""
     batch, heads, length, depth = q.shape
     return products * batch * heads * length * k.shape[2] * depth, depth
 
 
 def seconds_of(func: Any, args: Any, out: Any, cluster: Cluster) -> float:
-    """A product by its FLOPs; what else makes or changes a tensor by the bytes that it reads and writes; a view: 0."""
+    """A matmul by its FLOPs; other operators that write a tensor by bytes read and written; a view: 0."""
     name = func._schema.name
     product = PRODUCTS.get(name)
     if product:
@@ -339,27 +339,27 @@ def seconds_of(func: Any, args: Any, out: Any, cluster: Cluster) -> float:
     if not writes and not FRESH.get(func):
         return 0.0
     moved = 0
-    for each in args if writes else (*args, out):  # in place: an argument is what is written
+    for each in args if writes else (*args, out):  # in place: an argument is written
         for tensor in each if isinstance(each, (list, tuple)) else (each,):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 moved += tensor.nbytes
     return cluster.elementwise(moved)
 
 
-# Of chapter 09's FlashAttention -> products over all pairs of query and key; backward computes the scores again.
+# Chapter 09's FlashAttention -> matmuls over all pairs of query and key; backward recomputes the scores.
 ATTENTION_KERNELS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4}
-DQ = 8  # the argument of dkdv_kernel by which it gives dq too, for one product more
+DQ = 8  # the argument of dkdv_kernel with which it also computes dq, for one more matmul
 
 
 def seconds_of_kernel(kernel: str, args: Any, cluster: Cluster) -> float:
-    """FlashAttention by its FLOPs, any other kernel by the bytes of the tensors that it is given."""
+    """FlashAttention by its FLOPs, any other kernel by the bytes of its arguments."""
     products = ATTENTION_KERNELS.get(kernel)
     if kernel == "dkdv_kernel" and args[DQ] is not None:
         products = 5
     if products is None:
         tensors = [each[0] if isinstance(each, tuple) else each for each in args]
         return cluster.elementwise(sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
-    q, k = args[0][0], args[1][0]  # what `describe` gives: the tensor, then its sizes and strides
+    q, k = args[0][0], args[1][0]  # from `describe`: the tensor, then its sizes and strides
     batch, length, heads, depth = q.shape
     last = args[-2]  # the first key that a query sees, the last, and the scale
     pairs = length * k.shape[1] / (2 if last == 0 else 1)
@@ -367,11 +367,11 @@ def seconds_of_kernel(kernel: str, args: Any, cluster: Cluster) -> float:
 
 
 class HasMemory(Exception):
-    """A tensor with values: what an operator makes of it is not a matter of shapes alone."""
+    """A tensor with values: an operator's result does not depend on shapes alone."""
 
 
 def described(value: Any) -> Any:
-    """Of arguments, what the shapes of the results depend on."""
+    """The properties of arguments that the shapes of the results depend on."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise HasMemory
@@ -382,7 +382,7 @@ def described(value: Any) -> Any:
 
 
 def returns_new_tensors(func: Any) -> bool:
-    """Only new tensors: no views, nothing written in place."""
+    """Whether it returns only new tensors: no views, nothing written in place."""
     schema = func._schema
     aliases = any(each.alias_info is not None for each in [*schema.arguments, *schema.returns])
     return not aliases and bool(schema.returns) and schema.name not in ("aten::_unsafe_view", "aten::lift_fresh")
@@ -413,7 +413,7 @@ def one(recorder: Recorder, x: Tensor) -> Any:
 
 
 def rows_here(recorder: Recorder, repeats: Tensor, *, output_size: int | None = None) -> Tensor:
-    """As many places as rows arrive: how often each is repeated is a value."""
+    """As many indices as rows are received: how often each is repeated is a value."""
     return integers(recorder, recorder.arriving if output_size is None else output_size)
 
 
@@ -436,13 +436,13 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_
 
 
 def in_turn(tokens: int, top_k: int, experts: int) -> Tensor:
-    """Which experts each token uses, [T, K]: one after the other, so that every expert gets its share."""
+    """The experts of each token, [T, K], in turn, so that every expert gets its share."""
     return (torch.arange(tokens * top_k) % experts).view(tokens, top_k)
 
 
 def even_plan(plain: Callable[..., Any], recorder: Recorder, version: str, experts: Tensor, kept: Any, E: int,
               group: Any, *_: Any) -> Any:  # fmt: skip
-    """The chapter's own `make_plan`, on choices that are there, with as many rows for each rank as that gives."""
+    """The chapter's own `make_plan`, on routing with values, and the row counts that it gives."""
     plan = plain(version, in_turn(len(experts), experts.shape[1], E), None, E, group)
     recorder.arriving = sum(plan.receive)
     return dataclasses.replace(plan, experts=experts, rows=plan.rows.to(META), to=plan.to.to(META))
@@ -453,7 +453,7 @@ def even_route(plain: Callable[..., Any], logits: Tensor, top_k: int, *rest: Any
 
 
 def without_launches(recorder: Recorder) -> list[tuple[Any, str, Any]]:
-    """What keeps chapter 09's kernels from being launched, whether Triton would compile or interpret them here."""
+    """Patches that keep chapter 09's kernels from being launched, compiled or interpreted."""
     import _flash_launch  # imported here: on a CPU the import turns Triton's interpreter on
     import flash_kernels
     import fused
@@ -528,7 +528,7 @@ def stand_ins(recorder: Recorder, backend: str, kernels: str) -> Iterator[None]:
 def check(config: Config, sizes: LlamaConfig, ranks: int, backend: str = "nccl") -> Config:
     """The options as they are rehearsed. UsageError, in one line, for those that cannot be.
 
-    `--kernels auto` is what the trainer makes of it where the backend is that of GPUs: chapter 09's fused kernels, or
+    `--kernels auto` is resolved as the trainer does with the GPUs' backend: chapter 09's fused kernels, or
     PyTorch's where Triton is not installed.
     """
     config.check()
@@ -575,7 +575,7 @@ def make_backend(common: Any, options: Any) -> Any:
 def built(
     config: Config, sizes: LlamaConfig, rank: int, ranks: int, backend: str = "nccl", cluster: Cluster | None = None
 ) -> Iterator[tuple[Any, Recorder]]:
-    """Rank `rank` of `ranks` as the trainer builds it, and what writes down all that it does in here."""
+    """Rank `rank` of `ranks` as the trainer builds it, and the recorder of all that it does inside."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, make_backend, extended_api=True, devices=["cpu", "meta"])
     recorder = Recorder(rank, cluster)
@@ -590,7 +590,7 @@ def built(
 def run_rank(
     config: Config, sizes: LlamaConfig, rank: int, ranks: int, backend: str = "nccl", cluster: Cluster | None = None
 ) -> Recorded:
-    """Build rank `rank` of `ranks` and run one step of it; with a cluster, note how long it would compute."""
+    """Build rank `rank` of `ranks` and run one step; with a cluster, record how long it would compute."""
     with built(config, sizes, rank, ranks, backend, cluster) as (me, recorder):
         make_states(me)
         step_from, held = len(recorder.ops), bytes_held(me)
@@ -609,7 +609,7 @@ def run_rank(
 
 
 def make_states(me: Any) -> None:
-    """The optimizer's states, which its first step makes: the step that is rehearsed is one of the thousands after."""
+    """Make the optimizer's states, as its first step does: the rehearsed step is a later one."""
     for owner in me.owners:
         optimizers = [owner.optimizer] if isinstance(owner, Replicated) else owner.inner
         for optimizer in optimizers:
@@ -622,7 +622,7 @@ def make_states(me: Any) -> None:
 
 
 def bytes_held(me: Any) -> dict[str, int]:
-    """Between two steps: weights, gradients, optimizer states. Counters of steps (a number each) are left out."""
+    """Between two steps: weights, gradients, optimizer states. Step counters (a value each) are left out."""
     found: dict[str, list[Any]] = {"weights": list(me.model.parameters()), "gradients": [], "optimizer states": []}
     for owner in me.owners:
         if isinstance(owner, Replicated):

@@ -1,24 +1,24 @@
-"""The rehearsed programs on a clock: when each rank computes, when it waits, and for whom. An event simulation.
+"""The rehearsed programs on a clock: when each rank computes or waits, and for whom. An event simulation.
 
-Problem. Formulas of a step's time say what hides behind what. In the program of the ranks it stands: a collective hides
-behind what a rank computes between its start and its wait, and a rank that is early waits for the one that is late.
+Problem. Formulas of a step's time assume what overlaps. The programs of the ranks show it: a collective
+overlaps with what a rank computes between its start and its wait, and an early rank waits for a late one.
 
-Idea. The match (rehearse_match.py) already plays all programs. Here every entry also takes time, with three rules:
+Idea. The match (rehearse_match.py) already replays all programs. Here each entry takes time, by three rules:
 
-    compute      the products and elementwise operators before the entry, by plan_time.py's rates of the cluster
-    a collective begins when its last rank has started it and the group's one before it is done, and then takes as long
-                 as plan_time.py says for its bytes and its group
+    compute      the matmuls and elementwise operators before the entry, by plan_time.py's rates
+    a collective begins when its last rank has started it and the group's previous one is done, and takes the
+                 time that plan_time.py gives for its bytes and its group
     a wait       ends when the collective does, if that is later than now
 
     rank 0   ===compute===|start            |==compute==|wait . . . .|==compute==
     group                          [=======all-reduce=======]
     rank 1   =======compute=======|start    |=====compute=====|wait .|
 
-A twin's clock is that of the rank that was run for it. What a wait takes is *exposed*; that of messages between stages
-is the bubble of the pipeline (and the way of the messages).
+A twin has the clock of the rank that was run for it. The time of a wait is *exposed*; waits for messages
+between stages are the bubble of the pipeline (and the time of the messages).
 
-Not in it: that messages of different groups share links, and the host's own time. Chapter 09's fused kernels take as
-long as what they read and write; readable PyTorch reads and writes every intermediate tensor, and is timed so.
+Not modelled: messages of different groups that share links, the host's own time. Chapter 09's fused kernels
+take the time of their reads and writes; readable PyTorch also reads and writes every intermediate tensor.
 """
 
 import json
@@ -36,7 +36,7 @@ from rehearse_rank import Group, Recorded
 
 @dataclass
 class Slice:
-    """A piece of a rank's time, in seconds from the start of the step.
+    """An interval of a rank's time, in seconds from the start of the step.
 
     lane   "compute", "waits" (its name is then the group that is waited for), or a group
     """
@@ -47,12 +47,12 @@ class Slice:
     begin: float
     end: float
     note: str = ""
-    pair: int = 0  # of a message: its number, the same on both sides
+    pair: int = 0  # of a message: its id, the same on both sides
 
 
 @dataclass
 class Timeline:
-    """A step on the clock: its length, what each rank computed, and what it waited for, by group."""
+    """A timed step: its length, and for each rank compute seconds, and wait seconds by group."""
 
     seconds: float
     compute: dict[int, float]
@@ -93,7 +93,7 @@ class Clock(Play):
         super().arrive(both_sides)
         rank, index = both_sides[0]
         op = self.runs[rank].ops[index]
-        if index < self.runs[rank].step_from:  # the model is being built: no time passes
+        if index < self.runs[rank].step_from:  # while the model is built no time passes
             self.ends.update(dict.fromkeys(both_sides, 0.0))
             return
         lines = [(r, op.group) for r, _ in both_sides]
@@ -113,7 +113,7 @@ class Clock(Play):
                 self.slices[-1].pair = self.pairs if op.peer is not None else 0
 
     def seconds(self, rank: int, index: int) -> float:
-        """What plan_time.py says for this collective or message between just these ranks."""
+        """Seconds by plan_time.py for this collective or message between just these ranks."""
         op = self.runs[rank].ops[index]
         ranks = op.group[1]
         if len(ranks) == 1:
@@ -138,7 +138,7 @@ class Clock(Play):
 
 
 def on_the_clock(runs: Mapping[int, Recorded], twin: Twin, backend: str, cluster: Cluster) -> Timeline:
-    """Play programs that were recorded with this cluster, and that match. ValueError if they do not."""
+    """Replay programs that were recorded with this cluster and match. ValueError if they do not match."""
     clock = Clock(runs, twin, backend, cluster)
     finding = clock.run()
     if finding:
@@ -147,8 +147,8 @@ def on_the_clock(runs: Mapping[int, Recorded], twin: Twin, backend: str, cluster
 
 
 def tracks(slices: list[Slice]) -> list[int]:
-    """For each slice the track of its lane, from 0, so that no two on a track overlap. Messages to several peers are
-    under way at once, and a viewer draws what overlaps on one track as if one were part of the other."""
+    """For each slice the track of its lane, from 0, so that no two on a track overlap. Messages to several
+    peers are in flight at once, and a viewer draws overlapping slices on one track as nested."""
     free: dict[tuple[int, str], list[float]] = defaultdict(list)  # when each track of a lane is free
     found = [0] * len(slices)
     for i in sorted(range(len(slices)), key=lambda i: (slices[i].begin, slices[i].end)):
@@ -160,9 +160,9 @@ def tracks(slices: list[Slice]) -> list[int]:
 
 
 def write_trace(timeline: Timeline, runs: Mapping[int, Recorded], path: Path) -> None:
-    """A Chrome trace, which https://ui.perfetto.dev opens: a process for each rank that was run, a thread for what it
-    computes, one for its waits and one for each of its groups (more where messages overlap), and an arrow from every
-    send to its receive. In the order of time, the names first."""
+    """A Chrome trace, which https://ui.perfetto.dev opens: a process for each rank that was run, a thread for
+    its compute, one for its waits and one for each of its groups (more where messages overlap), and an arrow
+    from every send to its receive. Sorted by time, the names first."""
     slices = timeline.slices
     order = {"compute": 0, "waits": 1}
     every = {(each.rank, each.lane, track) for each, track in zip(slices, tracks(slices), strict=True)}

@@ -1,5 +1,5 @@
-"""The trainer's modules lie one folder up, and the planner's below them; fuzz.py and layouts.py, which the tests share
-with `make fuzz`, lie here.
+"""The trainer's modules are one folder up, and the planner's below them; fuzz.py and layouts.py, which the
+tests share with `make fuzz`, are here.
 
 Layouts of more than four ranks are for `make prove`.
 """

@@ -1,16 +1,16 @@
-"""Any layout trains as one rank does: layouts at random or few that cover all (layouts.py), and ranks that die.
+"""Any layout trains as one rank does: random layouts, a few that cover all (layouts.py), and ranks that die.
 
-Each technique works alone; its chapter has shown that. The mistakes that are left are between two or three of them: a
-gradient that the tensor group has summed already and the pipeline sums again, a slice of ZeRO that is cut before the
-experts are.
+Each technique works by itself; its chapter has shown that. The remaining mistakes are between two or three of
+them: a gradient that the tensor group has already summed and the pipeline sums again, or a ZeRO shard that is
+made before the experts are split.
 
-A layout passes if three plain SGD steps give the loss, every gradient and the weights of one process on the same global
-batch, to 1e-10 in float64. In that batch some tokens have no label, different ones for each sample, and in some samples
-none has: ranks and micro-batches have unequal numbers of valid tokens, down to none.
+A layout passes if three plain SGD steps give the loss, every gradient and the weights of one process on the same
+global batch, to 1e-10 in float64. In that batch some tokens have no label, different ones for each sample, and
+some samples have none at all: ranks and micro-batches have unequal numbers of valid tokens, down to none.
 
     python 11_5d_trainer/tests/fuzz.py                 100 random layouts; stops at the first that differs
     python 11_5d_trainer/tests/fuzz.py --runs 20 --seed 7
-    python 11_5d_trainer/tests/fuzz.py --ranks 4 --layout "--tp 2 --pp 2 --schedule zb-h1"      that one again
+    python 11_5d_trainer/tests/fuzz.py --ranks 4 --layout "--tp 2 --pp 2 --schedule zb-h1"      this layout
     python 11_5d_trainer/tests/fuzz.py --table         the covering set, and layouts on 16 ranks; writes results/
     python 11_5d_trainer/tests/fuzz.py --kills 20      a rank dies at a random step, and the run is started again
 
@@ -68,8 +68,8 @@ def write_text(folder: Path) -> str:
 
 
 def batches(config: Config, corpus: Any, micro_batch: int, place: int, dp: int) -> list[list[step_module.Batch]]:
-    """The micro-batches of data-parallel rank `place` in three steps. Which labels count depends on the sample alone,
-    so the global batch is the same in every layout."""
+    """The micro-batches of data-parallel rank `place` in three steps. The valid labels depend only on the
+    sample, so the global batch is the same in every layout."""
     sampler = Sampler(corpus.train, config.seq_len, corpus.vocab_size, config.seed)
     count = config.global_batch // micro_batch // dp
     steps = [sampler.step(micro_batch, count, place, dp) for _ in range(3)]
@@ -82,7 +82,7 @@ def batches(config: Config, corpus: Any, micro_batch: int, place: int, dp: int) 
 
 
 def in_layout(words: list[str], sizes: LlamaConfig) -> Trace:
-    """Three SGD steps of the trainer's own step, on all ranks of the world. Every rank returns the whole model's."""
+    """Three SGD steps by the trainer's own step, on all ranks. Every rank returns the full model's values."""
     config = Config(**parse(words))
     sizes = dataclasses.replace(sizes, tied=config.tied)
     config.check_layout(sizes, dist.get_world_size())
@@ -113,8 +113,8 @@ def leave(mesh: Mesh) -> None:
 
 @functools.cache
 def in_one_process(words: tuple[str, ...], sizes: LlamaConfig, micro_batches: int) -> Trace:
-    """The same three steps of the whole model, without any process group. How many micro-batches there are matters to
-    experts only: these are balanced within one."""
+    """The same three steps of the full model, without a process group. The number of micro-batches matters
+    only to experts, which are balanced within one."""
     config = Config(**parse(list(words)))
     corpus = load_corpus(config)
     model = alone(sizes, config.mixture(sizes)).double()
@@ -148,7 +148,7 @@ ABOUT_THE_MODEL = (
 
 
 def reference(words: list[str], ranks: int, sizes: LlamaConfig = SIZES) -> Trace:
-    """What `in_layout` has to give."""
+    """The expected result of `in_layout`."""
     config = Config(**parse(words))
     sizes = dataclasses.replace(sizes, tied=config.tied)
     kept = [w for name in ABOUT_THE_MODEL for w in (f"--{name.replace('_', '-')}", str(getattr(config, name)))]
@@ -156,7 +156,7 @@ def reference(words: list[str], ranks: int, sizes: LlamaConfig = SIZES) -> Trace
 
 
 def compare_on_ranks(layouts: list[list[str]], wants: list[Trace], sizes: LlamaConfig, show: bool) -> None:
-    """Every layout on the ranks of this world, one after the other, each against what one process gave."""
+    """Every layout on the ranks of this world, one after the other, each compared with one process."""
     for words, want in zip(layouts, wants, strict=True):
         try:
             assert_same_trace(in_layout(words, sizes), want, rank=dist.get_rank())
@@ -169,7 +169,7 @@ def compare_on_ranks(layouts: list[list[str]], wants: list[Trace], sizes: LlamaC
 
 
 def verify(layouts: Iterable[Layout], data: str, sizes: LlamaConfig = SIZES, show: bool = False) -> int:
-    """How many layouts equal one process: all, or RankFailure. Those on equally many ranks share their processes."""
+    """How many layouts equal one process: all, or RankFailure. Those on equally many ranks share processes."""
     done = 0
     for ranks, some in itertools.groupby(sorted(layouts, key=lambda one: one.ranks), key=lambda one: one.ranks):
         words = [options(data, one.words) for one in some]
@@ -182,7 +182,7 @@ def verify(layouts: Iterable[Layout], data: str, sizes: LlamaConfig = SIZES, sho
 
 
 def write_tables(layouts: list[Layout], impossible: Refusals) -> None:
-    """What was tested together, and what is refused, for the README."""
+    """The tested combinations, and what is refused, for the README."""
     columns = ["ranks", "dp", "tp", "cp", "pp, schedule", "experts, ep", "ZeRO", "recompute"]
     rows = []
     for one in layouts:
@@ -224,7 +224,7 @@ ENDS = ("before a step", "in backward", "while a checkpoint is written")
 
 
 def doomed(words: list[str], who: int, step: int, how: str) -> None:
-    """Train, but rank `who` is killed at `step`, as the out-of-memory killer of an operating system does it."""
+    """Train, but kill rank `who` at `step`, as the out-of-memory killer of an operating system does."""
     do_step, save = step_module.train_step, checkpoint.Saver.save
     steps = [0]
 
@@ -260,7 +260,7 @@ def doomed(words: list[str], who: int, step: int, how: str) -> None:
 
 
 def run(words: list[str], sizes: LlamaConfig = SIZES) -> list[train.Log]:
-    """Train as the command does, with a smaller model and without a word; returns the log."""
+    """Train as the command does, with a smaller model and without output; returns the log."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return run_aloud(words, sizes)
 
@@ -276,8 +276,8 @@ def losses(log: list[train.Log]) -> dict[int, tuple[float, float]]:
 
 
 def kill_and_go_on(seed: int, data: str, folder: Path, undisturbed: dict[int, tuple[float, float]]) -> str:
-    """Kill a rank of two at a random step and start the same command again, which has to end with the losses of the
-    undisturbed run, bit by bit. Returns what was done."""
+    """Kill one rank of two at a random step and start the same command again, which must end with the losses
+    of the undisturbed run, bit by bit. Returns what was done."""
     draw = random.Random(seed)
     who, step, how = draw.randrange(2), draw.randint(1, 12), ENDS[seed % len(ENDS)]
     words = [*kill_options(data), "--out", str(folder), "--restart"]

@@ -1,13 +1,13 @@
-"""Layouts to try: at random, and so few that everything meets.
+"""Layouts to test: random ones, and a small set that covers all combinations.
 
-Seven choices decide who holds what and who talks to whom: data, tensor, context and pipeline parallel, experts, ZeRO,
-recomputation. The options in `AXES` combine in 26,208 ways, too many to try. But a mistake between two techniques shows
-wherever the two meet, so it is enough that they meet somewhere. `covering` looks for few layouts in which
+Seven choices decide what each rank holds and which ranks communicate: data, tensor, context and pipeline
+parallel, experts, ZeRO, recomputation. The options in `AXES` combine in 26,208 ways, too many to test. But a
+mistake between two techniques shows wherever both are used. So `covering` finds few layouts in which
 
-    every two options meet                       ring attention, zigzag, with schedule zb-v
-    every three kinds of option meet             any ring, with any schedule that splits the backward, with ZeRO 2
+    every two options occur together             ring attention, zigzag, with schedule zb-v
+    every three kinds of option do               any ring, any schedule that splits the backward, with ZeRO 2
 
-and names those that cannot, with the reason that the trainer gives. fuzz.py compares the layouts with one process.
+and lists those that cannot, with the trainer's reason. fuzz.py compares the layouts with one process.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def options(data: str, layout: str, **changes: Any) -> list[str]:
 
 
 def whole_gradients(me: Any) -> dict[str, Any]:
-    """Every gradient of the whole model after a step, on every rank, in host memory. Collective."""
+    """Every gradient of the full model after a step, on every rank, in host memory. Collective."""
     own = {name: gradient for owner in me.owners for name, gradient in owner.full_gradients().items()}
     joined = {name: join_pieces(me.model, name, gradient, me.mesh) for name, gradient in own.items()}
     stages: list[Any] = [None] * me.mesh.size("pp")
@@ -71,8 +71,8 @@ class Layout:
 
 
 def random_layouts(seed: int, most: int = 8, sizes: LlamaConfig = SIZES) -> Iterator[Layout]:
-    """Layouts that the trainer takes, without end. Among them are sizes that the covering set leaves out: four tensor
-    ranks, four stages, three data-parallel ranks, one micro-batch or eight."""
+    """An endless iterator of layouts that the trainer accepts, with sizes that the covering set leaves out:
+    four tensor ranks, four stages, three data-parallel ranks, one micro-batch or eight."""
     draw = random.Random(seed)
     while True:
         tp, cp, pp, dp = (draw.choice(sizes) for sizes in ((1, 1, 2, 4), (1, 1, 2, 4), (1, 1, 2, 4), (1, 2, 2, 3, 4)))
@@ -107,7 +107,7 @@ SCHEDULES = [
     f"--schedule {name}" + " --stages-per-rank 2" * (name in TWO_STAGES) for name in [*WHOLE, *SPLIT, *BOTH_WAYS]
 ]
 
-# Axis -> kind -> the options that are of this kind. "" is the axis left alone.
+# Axis -> kind -> the options of this kind. "" is the default of the axis.
 AXES: dict[str, dict[str, list[str]]] = {
     "data": {"": [""], "dp": ["dp 2"]},
     "tensor": {"": [""], "tp": ["--tp 2"], "tp+sp": ["--tp 2 --sequence-parallel"]},
@@ -135,7 +135,7 @@ AXES: dict[str, dict[str, list[str]]] = {
     "recompute": {"": [""], "selective": ["--recompute selective"], "full": ["--recompute full"]},
 }
 Choice = tuple[str, ...]  # for each axis in turn, an option (or a kind)
-Meeting = frozenset[tuple[int, str]]  # some axes, and what stands there
+Meeting = frozenset[tuple[int, str]]  # some axes, and their options
 Refusals = dict[Meeting, str]
 
 LEVELS = [[option for kind in kinds.values() for option in kind] for kinds in AXES.values()]
@@ -143,7 +143,7 @@ KIND = [{option: name for name, kind in kinds.items() for option in kind} for ki
 
 
 def layout_of(choice: Choice) -> Layout:
-    """The layout with these options, always in four micro-batches per rank, which every schedule takes."""
+    """The layout with these options, always with 4 micro-batches per rank, which every schedule accepts."""
     words = " ".join(option for option in choice if option and not option.startswith("dp"))
     dp, tp, pp = (2 if choice[axis] else 1 for axis in (0, 1, 3))
     cp = int(choice[2].split()[1]) if choice[2] else 1
@@ -156,7 +156,7 @@ def refused(choice: Choice) -> str:
 
 
 def meetings(choice: Choice, pairs: bool, triples: bool) -> set[Meeting]:
-    """Which options (by twos) and which kinds (by threes; by twos without `pairs`) meet in a layout."""
+    """The pairs of options and the triples of kinds (pairs without `pairs`) that a layout has."""
     kinds = tuple(KIND[axis][option] for axis, option in enumerate(choice))
     found: set[Meeting] = set()
     for what, number in ((choice if pairs else kinds, 2), *([(kinds, 3)] if triples else [])):
@@ -165,8 +165,8 @@ def meetings(choice: Choice, pairs: bool, triples: bool) -> set[Meeting]:
 
 
 def smallest(meeting: Meeting) -> Iterator[Choice]:
-    """Layouts in which these meet and nothing else does; with and without a second data- or context-parallel rank,
-    which experts may need to live on. If all of them are refused, then so is whatever contains them."""
+    """Layouts with this combination and nothing else; with and without a second data- or context-parallel
+    rank, which experts may need. If all are refused, so is every layout that contains the combination."""
     fixed = dict(meeting)
     ways: list[Iterable[str]] = []
     for axis, kinds in enumerate(AXES.values()):
@@ -177,7 +177,7 @@ def smallest(meeting: Meeting) -> Iterator[Choice]:
 
 
 def all_meetings(pairs: bool, triples: bool) -> list[Meeting]:
-    """Everything that has to meet somewhere."""
+    """All combinations that some layout must have."""
     kinds = [list(kind) for kind in AXES.values()]
     found = []
     for what, number in ((LEVELS if pairs else kinds, 2), *([(kinds, 3)] if triples else [])):
@@ -189,10 +189,10 @@ def all_meetings(pairs: bool, triples: bool) -> list[Meeting]:
 
 
 def covering(pairs: bool = True, triples: bool = True, most: int = 8, seed: int = 0) -> tuple[list[Layout], Refusals]:
-    """Few layouts in which everything meets that can, and what cannot, with the trainer's reason.
+    """Few layouts with all possible combinations, and the impossible ones, with the trainer's reason.
 
-    Greedy, after AETG (Cohen et al. 1997): several times take something that has not met yet, choose the other options
-    one axis after the other so that they bring the most new meetings, and keep the best of these layouts.
+    Greedy, after AETG (Cohen et al. 1997): several times take a combination that is missing, choose the other
+    options axis by axis so that they add the most new combinations, and keep the best of these layouts.
     """
     draw = random.Random(seed)
     impossible: Refusals = {}
@@ -200,7 +200,7 @@ def covering(pairs: bool = True, triples: bool = True, most: int = 8, seed: int 
     wanted = dict.fromkeys(all_meetings(pairs, triples))
     for meeting in [*all_meetings(False, False), *wanted]:  # two kinds first
         if any(smaller <= meeting | kinds_of(meeting) for smaller in impossible):
-            continue  # two of these cannot, so three cannot
+            continue  # a pair is impossible, so the triple is
         tries = [choice for choice in smallest(meeting) if layout_of(choice).ranks <= most]
         reasons = [refused(choice) for choice in tries]
         if tries and all(reasons):
@@ -227,8 +227,8 @@ def kinds_of(meeting: Meeting) -> Meeting:
 def extend(
     first: Meeting, missing: dict[Meeting, None], impossible: Refusals, draw: random.Random, pairs: bool, triples: bool
 ) -> Choice:
-    """A layout with `first`, whose other axes are chosen one by one, each for the most new meetings with those chosen
-    before it and for none that is impossible."""
+    """A layout with `first`, whose other axes are chosen one by one, each for the most new combinations with
+    those chosen before it and for no impossible one."""
     fixed: dict[int, str] = {}
     for axis, what in first:
         fixed[axis] = what if what in LEVELS[axis] else draw.choice(list(AXES.values())[axis][what])

@@ -1,12 +1,12 @@
-"""What this device can do at most: the numbers that every other measurement is held against.
+"""The ceilings of this device: the rates that every other measurement is compared with.
 
     python tests/harness/ceilings.py --gpu [--out DIR]       on a GPU: writes results/gpu_ceilings.DEVICE.json
     python tests/harness/ceilings.py --gpu --dry --out DIR   the same program at tiny sizes, to try it
 
-A kernel has to move its bytes and to do its operations. Bytes over the copy bandwidth and operations over the rate of
-matrix products are two times, and the larger one is its floor: nothing runs below it. Data sheets print rates that no
-program reaches, so both ceilings are measured here, on random data (on zeros a GPU draws less power, clocks higher, and
-shows a rate that training never sees).
+A kernel must move its bytes and do its operations. Bytes over the copy bandwidth and operations over the rate
+of matmuls are two times, and the larger one is its floor: nothing runs faster. Data sheets print rates that
+no program reaches, so both ceilings are measured here, on random data (on zeros a GPU draws less power,
+clocks higher, and shows a rate that training never reaches).
 """
 
 import argparse
@@ -37,10 +37,10 @@ LONGEST_SLEEP = 5e-3  # seconds
 
 
 class Table:
-    """A result that is written anew with every row: whoever ends the program keeps the rows that it had.
+    """A result that is rewritten with every row, so that a program that is ended keeps its rows.
 
-    A folder is named by tests/gpu.py, which looks into it every second. Without one the result goes to results/, and
-    there only from a clean tree.
+    tests/gpu.py passes a folder, which it reads every second. Without one the result is written to results/,
+    and only from a clean tree.
     """
 
     def __init__(self, name: str, title: str, columns: Sequence[str], notes: str = "", folder: Path | None = None):
@@ -54,22 +54,22 @@ class Table:
         print(f"{self.name}: " + "; ".join(str(cell) for cell in row), flush=True)
 
     def write(self) -> None:
-        """Called by `add`; and by who has changed an old row."""
+        """Called by `add`, and after a change of an old row."""
         if self.folder is None or self.path is None:
-            with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole table
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints the full table
                 self.path = write_result(self.name, self.title, self.columns, self.rows, self.notes, self.folder)
             if not self.path.exists():
                 print(f"{self.path.name} is not written: the tree has changes that are not committed", flush=True)
             return
-        record = json.loads(self.path.read_text())  # its environment stays: to find that out takes a second
+        record = json.loads(self.path.read_text())  # keep its environment, which takes a second to find
         rows = [[{"ratio": asdict(cell)} if isinstance(cell, Ratio) else cell for cell in row] for row in self.rows]
         half = self.path.with_suffix(".part")
         half.write_text(json.dumps(record | {"rows": rows, "notes": self.notes}, indent=1) + "\n")
-        half.replace(self.path)  # whole, or as it was
+        half.replace(self.path)  # atomically
 
 
 def device_here() -> torch.device:
-    """The GPU, or the stand-in of a dry run, or the CPU."""
+    """The GPU, or the emulated GPU of a dry run, or the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -78,13 +78,13 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def paired_seconds(device: torch.device, runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat of each of these calls, by name. They take turns, so that whatever slows the device for a
-    while slows all of them; quotients of two calls are taken repeat by repeat.
+    """Seconds of each repeat of each of these calls, by name. They alternate, so that a temporary slowdown of
+    the device affects all of them; quotients of two calls are taken repeat by repeat.
 
-    On a GPU each call finds a cold L2 cache and a queue that is never empty. The cache is filled by reading: a flush
-    that writes leaves modified lines, and their way back to memory would be charged to the call. Then the device
-    sleeps for as long as the host needs to launch the call, which otherwise would be part of the time.
-    At least two repeats; up to three are for dry runs, which do not warm up.
+    On a GPU each call starts with a cold L2 cache and a queue that is never empty. The cache is filled by
+    reading: a flush that writes leaves modified lines, and writing them back would be charged to the call.
+    Then the device sleeps for as long as the host needs to launch the call, which otherwise would be part of
+    the time. At least two repeats; up to three are for dry runs, which do not warm up.
     """
     repeats = max(2, repeats)
     names, seconds = list(runs), {name: [0.0] * repeats for name in runs}
@@ -119,12 +119,12 @@ def paired_seconds(device: torch.device, runs: Mapping[str, Callable[[], Any]], 
 
 
 def timer(device: torch.device, repeats: int) -> Callable[[Callable[[], Any]], Ratio]:
-    """A function that says how many seconds a call takes: median and quartiles. See `paired_seconds`."""
+    """A function that times a call: median and quartiles in seconds. See `paired_seconds`."""
     return lambda run: ratio_of(paired_seconds(device, {"": run}, repeats)[""])
 
 
 def quotient(one: Sequence[float], other: Sequence[float]) -> Ratio:
-    """Of the seconds of two calls that took turns: the median over the repeats, and both quartiles."""
+    """The quotient of the seconds of two alternating calls: median over the repeats, and both quartiles."""
     return ratio_of([a / b for a, b in zip(one, other, strict=True)])
 
 
@@ -140,7 +140,7 @@ def times_as_fast(seconds: Ratio, alternative: Ratio) -> Ratio:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses: other processes may sit on the same GPU."""
+    """Free memory: other processes may use the same GPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else GIB
 
 
@@ -169,7 +169,7 @@ def link_bandwidth(device: torch.device, nbytes: int, to_device: bool, repeats: 
 
 
 def matmul_rate(device: torch.device, size: int, dtype: torch.dtype = torch.bfloat16, repeats: int = 20) -> Ratio:
-    """FLOP/s of PyTorch's own matrix product on random data; 2 for each multiply-add."""
+    """FLOP/s of PyTorch's own matmul on random data; 2 for each multiply-add."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     seconds = timer(device, repeats)(lambda: a @ b)
     # With the 10 bits of TF32 it would be off by some 3e-4, and seven times as fast.
@@ -183,7 +183,7 @@ def fp8_rate(device: torch.device, size: int, repeats: int = 20) -> Ratio:
     a, b = (torch.randn(size, size, device=device).to(e4m3) for _ in range(2))
 
     def product() -> Tensor:
-        # The second matrix has to lie column by column.
+        # The second matrix must be column-major.
         return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=device.type == "cuda")
 
     seconds = timer(device, repeats)(product)
@@ -192,7 +192,7 @@ def fp8_rate(device: torch.device, size: int, repeats: int = 20) -> Ratio:
 
 
 def _check(got: Tensor, a: Tensor, b: Tensor, what: str, limit: float = 0.02) -> None:
-    """64 rows against fp64. What bf16 leaves of a number is 2^-9 of it, and fp8 sums are shorter still."""
+    """Compare 64 rows with fp64. bf16 rounds to 2^-9 of a value, and fp8 sums have even fewer bits."""
     want = a[:64].double() @ b.double()
     error = ((got[:64].double() - want).norm() / want.norm()).item()
     if not error <= limit:
@@ -211,7 +211,7 @@ class Ceiling:
 
 
 def ceilings(device: torch.device, dry: bool) -> tuple[list[Ceiling], str]:
-    """What to measure, and a note on the sizes. They shrink where other processes left little memory."""
+    """What to measure, and a note on the sizes, which are smaller if other processes left little memory."""
     free, repeats = free_bytes(device), 2 if dry else 20
     copied = 2**20 if dry else min(4 * GIB, free // 8) // 4096 * 4096
     side = 128 if dry else max(n for n in (1024, 2048, 4096, 8192) if n == 1024 or 12 * n * n < free // 4)
@@ -227,7 +227,7 @@ def ceilings(device: torch.device, dry: bool) -> tuple[list[Ceiling], str]:
     there, back = (partial(link_bandwidth, device, linked, to_device, repeats) for to_device in (True, False))
     bf16 = partial(matmul_rate, device, side, repeats=repeats)
     fp32 = partial(matmul_rate, device, side // 2, torch.float32, repeats)
-    link = 0.85 * gpu.link if gpu else None  # packets have heads
+    link = 0.85 * gpu.link if gpu else None  # packets have headers
     seconds = predictions.moved(gpu, 2 * copied)
     moved = 2 * copied / seconds if seconds else None
     found = [
@@ -259,7 +259,7 @@ def main() -> int:
 
     device = device_here()
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    torch.backends.cuda.matmul.allow_tf32 = False  # by default it is; some images' environment says otherwise
+    torch.backends.cuda.matmul.allow_tf32 = False  # the default, unless the environment differs
     torch.manual_seed(0)
     found, sizes = ceilings(device, args.dry)
     table = Table(

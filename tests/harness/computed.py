@@ -1,10 +1,10 @@
-"""The tables of the READMEs that need no measurement: formulas of the chapters, filled in on the spot.
+"""The tables of the READMEs that need no measurement: formulas of the chapters, evaluated.
 
     python tests/harness/computed.py             print them
     python tests/harness/computed.py --figures   draw the figures that show them
 
-`make tables` writes them between `<!-- results: NAME -->` marks as it does with what was measured, and a test computes
-them again. That the formulas are right is for the tests of the chapters to say, which hold them against a meter.
+`make tables` writes them between `<!-- results: NAME -->` marks, like measured tables, and a test computes
+them again. The tests of the chapters verify the formulas against a meter.
 """
 
 import argparse
@@ -29,14 +29,14 @@ FIGURES: dict[str, tuple[str, Any, dict[str, Any]]] = {}
 
 
 def computed(name: str, title: str, columns: list[str], notes: Words = "") -> Callable[[Callable[[], Rows]], Any]:
-    """What the function returns is the rows of the table NAME. A result that was measured has more: `write_result`."""
+    """The function returns the rows of the table NAME. A measured result has more: `write_result`."""
 
     def register(rows: Callable[[], Rows]) -> Callable[[], Rows]:
         @functools.cache
         def record() -> dict[str, Any]:
             before = sys.path[:]
             sys.path += IN_DEPTH
-            try:  # the last digits of a number are the processor's
+            try:  # the last digits depend on the processor
                 cells = [[float(f"{x:.10g}") if isinstance(x, float) else x for x in row] for row in rows()]
                 words = notes() if callable(notes) else notes
             finally:

@@ -1,12 +1,12 @@
 """Find the exercises in a script, take their bodies out, put other bodies in.
 
-An exercise is what lies between two comment lines of a chapter's script:
+An exercise is the text between two comment lines of a chapter's script:
 
     # --- exercise 2.3: words ---
     ...                                  its body: whole statements
     # --- end exercise ---
 
-In a CUDA file `//` stands in place of `#`. Everything here works on text, line by line, so that a file with a syntax
+A CUDA file has `//` instead of `#`. Everything here works on text, line by line, so that a file with a syntax
 error in one exercise still has its others.
 """
 
@@ -30,7 +30,7 @@ class Fence:
     first: int
     last: int
     indent: str
-    body: str  # the lines between, as they stand, without the indent of the fence
+    body: str  # the lines between, unchanged, without the indent of the fence
     inside: str  # "BucketedReducer.make_buckets", "" at the top level of the file and in CUDA
     cuda: bool = False
 
@@ -77,7 +77,7 @@ def enclosing(lines: list[str], line: int) -> str:
 
 
 def splice(text: str, bodies: Mapping[str, str]) -> str:
-    """The file with these bodies, by number, in place of its own; all other lines as they are."""
+    """The file with these bodies, by number, in place of its own; all other lines unchanged."""
     fences, _ = read_fences(text)
     lines = text.splitlines()
     for number in sorted(bodies, key=lambda n: -fences[n].first):  # from the end, so that line numbers stay true
@@ -122,7 +122,7 @@ def normal(body: str, cuda: bool = False) -> str:
 
 
 def is_stub(fence: Fence, body: str) -> bool:
-    """Nothing has been written yet: the body is empty or as `start` left it."""
+    """Whether nothing has been written yet: the body is empty or as `start` left it."""
     try:
         return normal(body, fence.cuda) in ("", "pass", "...", normal(stub(fence), fence.cuda))
     except SyntaxError:
@@ -140,7 +140,7 @@ def stub(fence: Fence) -> str:
 def rewrite(body: str, change: Callable[[str], str]) -> str:
     """`change(statements) -> statements`, applied to a body, or to each function in it if it only defines functions.
 
-    Signatures and docstrings of functions stay: without them nobody could know what is asked.
+    Signatures and docstrings of functions stay: they say what is asked.
     """
     statements = parse(body)
     if not statements or not all(isinstance(s, (ast.FunctionDef, ast.ClassDef)) or _is_text(s) for s in statements):

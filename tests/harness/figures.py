@@ -1,9 +1,9 @@
-"""From a result to the figure in a README, without a keyboard in between.
+"""From a result to the figure in a README, without manual steps.
 
-A benchmark calls `write_figure` after `write_result`. `draw` gets matplotlib axes and the named results and draws only
-from them, so that a figure can always be drawn again. The SVG file carries a digest of the rows it was drawn from, and
-one of the code that drew it; `stale` lists the figures for which one of the two has changed since, and a test demands
-that there are none. It has two decimals and a line for each thing drawn: `compact`.
+A benchmark calls `write_figure` after `write_result`. `draw` gets matplotlib axes and the named results and
+draws only from them, so that a figure can always be drawn again. The SVG file has a digest of the rows it was
+drawn from, and of the code that drew it; `stale` lists the figures for which one of the two has changed
+since, and a test requires that there are none. It has two decimals and one line per element: `compact`.
 """
 
 import ast
@@ -17,8 +17,8 @@ from typing import Any
 
 from .report import ROOT
 
-# In every chapter the same colour is the same thing. All of them can be told apart on white and on black, as the
-# background is transparent. GREY, for words and axes, is another one on a dark page: no grey is dark enough for both.
+# A colour means the same in every chapter. All are distinguishable on white and on black, as the background
+# is transparent. GREY, for text and axes, changes on a dark page: no grey has enough contrast on both.
 COLOURS = {
     "weights": "#0072b2",
     "gradients": "#d55e00",
@@ -51,17 +51,17 @@ def read_result(name: str, root: Path = ROOT) -> dict[str, Any]:
 
 
 def digest(sources: Sequence[str], root: Path = ROOT) -> str:
-    """16 hex digits that change when a number in one of the results does."""
+    """16 hex digits that change when a value in one of the results does."""
     data = [[result["columns"], result["rows"]] for result in (read_result(name, root) for name in sources)]
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
 def faults(figure: Any) -> list[str]:
-    """What a reader would stumble over: axes in which nothing is drawn, words that leave the picture."""
+    """Faults of a figure: axes in which nothing is drawn, text outside of the picture."""
     found = [f"axes {i} are empty" for i, axes in enumerate(figure.axes) if not (axes.has_data() or axes.texts)]
     figure.canvas.draw()
     width, height = figure.canvas.get_width_height()
-    # Labels of ticks beyond the ends of an axis exist and are not drawn; the layout makes room for the others.
+    # Tick labels beyond the ends of an axis exist but are not drawn; the layout makes room for the others.
     axles = [axle for axes in figure.axes for axle in (axes.xaxis, axes.yaxis)]
     ticks = [tick for axle in axles for tick in (*axle.get_major_ticks(), *axle.get_minor_ticks())]
     passed = {id(label) for tick in ticks for label in (tick.label1, tick.label2)}
@@ -76,7 +76,7 @@ def faults(figure: Any) -> list[str]:
 def code_digest(file: Path, name: str) -> str:
     """16 hex digits of the function `name`, of all in its file that it uses, and of the style that all figures share.
 
-    Of the program, that is: comments and layout do not count.
+    Only the program counts, not comments and layout.
     """
     mine, style = _definitions(file), _definitions(Path(__file__))
     words = [*_used(mine, name), *_used(style, "write_figure")]
@@ -106,7 +106,7 @@ def _used(definitions: dict[str, ast.stmt], name: str) -> list[str]:
 
 
 def compact(svg: str) -> str:
-    """The same picture for the eye: two decimals, a line for each thing drawn, and no name that nothing refers to."""
+    """The same picture in less text: two decimals, one line per element, and no unused ids."""
     svg = re.sub("<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     referred = set(re.findall(r"#(\w+)", svg))
 
@@ -168,7 +168,7 @@ def write_figure(
 
 
 def stale(root: Path = ROOT) -> list[str]:
-    """Figures that were drawn from other numbers, or by other code, than there are now, one line each."""
+    """Figures whose results or code have changed since they were drawn, one line each."""
     found = []
     for file in sorted(root.glob("[01]*/figures/*.svg")):
         text = file.read_text()

@@ -1,7 +1,7 @@
-"""What the chapters set out to reach on one H100 or H200, and whether a run on a GPU reached it.
+"""The chapters' goals on one H100 or H200, and whether a run on a GPU reached them.
 
-The goals were written down before anything had been measured. `judge` finds each figure in the results of a run and
-says "reached" or "missed"; a goal whose benchmark did not run stays "not measured".
+The goals were set before anything had been measured. `judge` finds each value in the results of a run and
+returns "reached" or "missed"; a goal whose benchmark did not run stays "not measured".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +29,8 @@ class Goal:
     chapter: str
     what: str
     result: str  # the name in results/
-    column: str  # of which the `best` number counts
-    where: Mapping[str, str | float]  # in rows in which these columns hold a word, or less than a number
+    column: str  # whose `best` value counts
+    where: Mapping[str, str | float]  # in rows where these columns equal a word, or are less than a number
     bound: float
     best: Callable[..., float | None] = max
     at_most: bool = False
@@ -38,7 +38,7 @@ class Goal:
 
     @property
     def columns(self) -> set[str]:
-        """What is read; a benchmark that renames one breaks a test."""
+        """The columns that are read; a benchmark that renames one breaks a test."""
         return {self.column, *self.where}
 
     def figure(self, rows: Sequence[dict[str, Any]]) -> float | None:
@@ -103,10 +103,10 @@ def judge(results: dict[str, Record], device: str) -> list[list[Any]]:
 
 
 def ran(sections: Sequence[dict[str, Any]], commit: str) -> list[list[Any]]:
-    """One row for each section of a run: its name, how many steps passed, their seconds, the clock of the GPU and its
-    power in each step, and what became of the others.
+    """One row for each section of a run: its name, how many steps passed, their seconds, the clock of the GPU
+    and its power in each step, and the status of the others.
 
-    A section that ran at another commit than `commit` says so: calls may bring a file each, and be put together later.
+    A section that ran at another commit than `commit` says so: files of several calls may be merged later.
     """
     rows = []
     for section in sections:

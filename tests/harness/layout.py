@@ -1,8 +1,8 @@
-"""Where things are in this repository: the chapters, their folders, and what is in them.
+"""The layout of this repository: the chapters, their folders, and their files.
 
-    03_zero/zero.py            the core file: it stands alone, with test_zero.py and bench_zero.py
+    03_zero/zero.py            the core file: it needs no other file; with test_zero.py and bench_zero.py
     03_zero/in_depth/*.py      the same technique at full strength, with its tests and benchmarks
-    11_5d_trainer/             the trainer; its tests and benchmarks lie in tests/ and bench/
+    11_5d_trainer/             the trainer; its tests and benchmarks are in tests/ and bench/
 
 No two modules have the same name, so that a name is enough to find a file.
 """
@@ -24,7 +24,7 @@ def files(pattern: str, folder: Path | None = None) -> list[Path]:
 
 
 def scripts(chapter: Path | None = None) -> list[Path]:
-    """What one runs and reads, of one chapter or of all (the trainer is no chapter): the core file first."""
+    """The scripts to run and read, of one chapter or all (the trainer is no chapter): the core file first."""
     homes = [chapter] if chapter else CHAPTERS
     found = [file for home in homes for depth in ("", "in_depth") for file in sorted((home / depth).glob("*.py"))]
     return [file for file in found if not NOT_A_SCRIPT.match(file.name)]

@@ -1,17 +1,17 @@
 """Count bytes: what a rank holds, what autograd saves, the peak, and what every collective sends.
 
-All counts are exact and come from what torch really does, not from what the code under test says about itself:
+All counts are exact and come from what torch really does, not from what the code under test reports:
 
-- held:  the storages behind parameters, gradients and optimizer states. A storage is counted once however many tensors
-         view it, and counted whole, since a small view keeps a large buffer alive.
+- held:  the storages behind parameters, gradients and optimizer states. A storage is counted once for all its
+         views, and completely, since a small view keeps a large buffer alive.
 - saved: the storages that autograd packs for backward (torch.autograd.graph.saved_tensors_hooks).
 - peak:  a dispatch mode sees every tensor that any operator returns; a finalizer on its storage sees it freed.
-- sent:  a dispatch mode over torch's communication operators, which C++ callers such as DDP's reducer go through too.
+- sent:  a dispatch mode over torch's communication operators, also of C++ callers such as DDP's reducer.
 
-A collective is one call into a library, so what it *sends* is the cost of its bandwidth-optimal algorithm for the
-bytes it was given (`bytes_on_the_wire`); send and receive are counted as they are. tests/test_meter.py holds the
-all-reduce formula against the operating system's count of bytes on the loopback interface. (gloo's reduce-scatter is
-an all-reduce inside, and really sends twice its formula; that of NCCL is a reduce-scatter.)
+A collective is one call into a library, so what it *sends* is the cost of its bandwidth-optimal algorithm for
+its bytes (`bytes_on_the_wire`); send and receive are counted directly. tests/test_meter.py compares the
+all-reduce formula with the operating system's count of bytes on the loopback interface. (Gloo's
+reduce-scatter is an all-reduce inside, and really sends twice its formula; NCCL's is a reduce-scatter.)
 """
 
 import threading
@@ -50,7 +50,7 @@ class Held:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Where the tensor's bytes are on this rank. (A DTensor speaks of the whole tensor, and holds a part of it.)"""
+    """The tensor's storage on this rank. (A DTensor has the shape of the full tensor, and stores a shard.)"""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
@@ -63,8 +63,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def held_bytes(model: nn.Module | Iterable[Tensor], optimizer: torch.optim.Optimizer | None = None) -> Held:
     """Bytes of the parameters of `model` (or of the given parameters), their gradients and the optimizer's tensors.
 
-    The optimizer's zero-dimensional tensors (Adam's step counters) are left out: they are 4 bytes per parameter
-    tensor, on which no formula counts.
+    The optimizer's zero-dimensional tensors (Adam's step counters) are left out: they are 4 bytes per
+    parameter tensor, which no formula includes.
     """
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     states = [] if optimizer is None else tree_leaves([list(s.values()) for s in optimizer.state.values()])
@@ -110,20 +110,20 @@ def saved_activations(exclude: Iterable[Tensor] = ()) -> Iterator[Saved]:
 
 
 def _until_gloo_has_let_go(seconds: float = 2.0) -> None:
-    """Wait until no thread of gloo's is between the end of a message and letting go of its tensor.
+    """Wait until no thread of Gloo is between the end of a message and the release of its tensor.
 
-    `wait()` returns as soon as the message is through; the thread that carried it drops its reference when it next
-    runs, on a busy machine milliseconds later. It has done so when it is seen asleep twice, with time to run between.
+    `wait()` returns as soon as the message is complete; the thread that sent it drops its reference when it
+    next runs, perhaps milliseconds later. It has done so when seen asleep twice, with time to run between.
     """
     if not dist.is_initialized():
         return
     deadline, asleep = time.monotonic() + seconds, 0
     while asleep < 2 and time.monotonic() < deadline:
         asleep += 1
-        for thread in Path("/proc/self/task").glob("*/stat"):  # there is none on a Mac
+        for thread in Path("/proc/self/task").glob("*/stat"):  # does not exist on a Mac
             try:
                 name, _, rest = thread.read_text().partition("(")[2].rpartition(")")
-            except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            except (FileNotFoundError, ProcessLookupError):  # the thread has ended
                 continue
             if name.startswith("pt_gloo") and rest.split()[0] != "S":
                 asleep = 0
@@ -131,18 +131,18 @@ def _until_gloo_has_let_go(seconds: float = 2.0) -> None:
 
 
 class peak_memory(TorchDispatchMode):
-    """Bytes of tensors that were allocated inside the block: `current` now, and `peak` at most.
+    """Bytes of tensors that were allocated inside the block: `current`, and their maximum `peak`.
 
     Tensors from before the block count only if they grow in it. Scratch space that an operator allocates and frees
-    inside itself is not seen. What only a thread of gloo's still holds of a finished message is not counted.
+    inside itself is not seen. What only a thread of Gloo still holds of a finished message is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._current = 0
-        self._communicated = self._unsettled = False  # ever, and since gloo was last seen to have let go
-        self._lock = threading.RLock()  # a tensor may be freed by a thread of gloo's, in the middle of a count
+        self._communicated = self._unsettled = False  # ever, and since Gloo last released all tensors
+        self._lock = threading.RLock()  # a thread of Gloo may free a tensor during a count
         self._sizes: dict[StorageWeakRef, int] = {}
 
     @property
@@ -156,7 +156,7 @@ class peak_memory(TorchDispatchMode):
         self._unsettled = False
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        ref = StorageWeakRef(storage)  # unlike an address, it is never given to another storage while we hold it
+        ref = StorageWeakRef(storage)  # unlike an address, it is never reused while we hold it
         with self._lock:
             if ref not in self._sizes:
                 self._sizes[ref] = 0
@@ -175,20 +175,20 @@ class peak_memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # let it run first: we then see what it does with the tensors of this rank
+            return NotImplemented  # let it run first: its operators on this rank's tensors are seen then
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._communicated = self._unsettled = True
-        if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor([...]) made out of sight comes in here
+        if func is torch.ops.aten.lift_fresh.default:  # tensors of torch.tensor([...]) are first seen here
             given = set()
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
-            if storage.device.type == "meta":  # shapes without memory; also those that torch computes with in advance
+            if storage.device.type == "meta":  # shapes without memory; torch also uses them to infer shapes
                 continue
-            # An output in the storage of an input (a view, an in-place result) is no allocation, unless it grew.
+            # An output in an input's storage (a view, an in-place result) is no allocation, unless it grew.
             if storage._cdata not in given or StorageWeakRef(storage) in self._sizes:
                 self._watch(storage)
         return out
@@ -203,7 +203,7 @@ class peak_memory(TorchDispatchMode):
             watch(storage)
             return result
 
-        # That a message is through is no operator either.
+        # The end of a message is not an operator either.
         self._plain_wait = plain_wait = dist.Work.wait
 
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
@@ -228,12 +228,12 @@ def bytes_on_the_wire(name: str, payload: int, size: int, rank: int = 0, root: i
     """Bytes that `rank` of `size` sends in one collective by its bandwidth-optimal algorithm.
 
     `payload` is the full tensor: what an all-reduce or broadcast is given, what an all-gather returns, what a
-    reduce-scatter or all-to-all takes in. `own` is the part of an all-to-all that stays.
-    Rings: Patarasuk & Yuan 2009; broadcast and reduce pass the message on along a line that starts or ends at root.
+    reduce-scatter or all-to-all gets. `own` is the part of an all-to-all that stays on the rank. Rings:
+    Patarasuk & Yuan 2009; broadcast and reduce send the message along a line that starts or ends at root.
     """
     if size == 1:
         return 0
-    distance = (rank - root) % size  # places behind the root, along the line
+    distance = (rank - root) % size  # distance from the root, along the line
     sent = {
         "all_reduce": 2 * (size - 1) * payload,
         "all_gather": (size - 1) * payload,
@@ -294,8 +294,8 @@ _NOT_COMMUNICATION = {
 class communication(TorchDispatchMode):
     """Per collective, of this rank: `calls`, `payload` bytes handed over, `sent` bytes on the wire; `events` in order.
 
-    An event is (collective, payload bytes, ranks in its group). A communication operator that this class does not
-    know raises NotImplementedError: to count it as nothing would be a lie.
+    An event is (collective, payload bytes, ranks in its group). An unknown communication operator raises
+    NotImplementedError, because counting it as zero would be wrong.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Modules of this repository in a process that stays: unload them, or see to it that a run leaves them as they were."""
+"""Modules of this repository in a persistent process: unload them, or check that no run has changed them."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-# Imported once by the server that ranks are forked from, so that no rank pays for them again.
+# Imported once by the server that ranks are forked from, so that no rank imports them again.
 PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -21,8 +21,8 @@ PRELOAD = [
 def forget_modules(keep: Iterable[str]) -> None:
     """Unload the modules of this repository that were imported since `keep`, names of modules, was recorded.
 
-    A test module and its chapter are then imported afresh, so nothing that a run changed in them reaches the next, and
-    a changed copy of a chapter is really the one that runs. Installed packages stay, and what `keep` has begun.
+    A test module and its chapter are then imported again, so no change by a run affects the next, and a
+    changed copy of a chapter is really the one that runs. Installed packages stay, and what `keep` has begun.
     """
     for name in _ours(keep):
         del sys.modules[name]
@@ -31,7 +31,7 @@ def forget_modules(keep: Iterable[str]) -> None:
 def functions(keep: Iterable[str]) -> dict[str, Any]:
     """Functions, classes and methods of the modules that `forget_modules(keep)` would unload, and of torch.distributed.
 
-    Of two such dictionaries, one from before a run and one from after, `replaced` says what the run has patched.
+    From two such dictionaries, before and after a run, `replaced` lists what the run has patched.
     """
     found = {}
     for name, module in (_ours(keep) | {"torch.distributed": sys.modules["torch.distributed"]}).items():
@@ -44,7 +44,7 @@ def functions(keep: Iterable[str]) -> dict[str, Any]:
 
 
 def replaced(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names that stand for something else than before: patches that nobody has taken back."""
+    """Names whose object has changed: patches that were not undone."""
     return sorted(name for name, value in before.items() if after.get(name, value) is not value)
 
 
@@ -62,4 +62,4 @@ def _ours(keep: Iterable[str]) -> dict[str, ModuleType]:
     return found
 
 
-_not_ours: set[str] = set()  # modules of installed packages: thousands, asked about in every run
+_not_ours: set[str] = set()  # modules of installed packages: thousands, checked in every run

@@ -1,14 +1,14 @@
-"""Planted mistakes: what is listed, what a script looks like with one in it, and which were caught.
+"""Planted mistakes: the lists, the script with a mistake in it, and which mistakes were caught.
 
-`exercises/SCRIPT.toml` of a chapter lists mistakes: a few lines of SCRIPT.py, what a student or a real project wrote in
-their place, and the test that must turn red (`elu.cu.toml` is about elu.cu; the harness has its own in tests/mistakes).
-For a mistake in an exercise it has a hint for the person who made it, and may say how that test fails, its symptom:
-hints are chosen by it. The same file has the other right solutions of the exercises, its alternatives.
+`exercises/SCRIPT.toml` of a chapter lists mistakes: a few lines of SCRIPT.py, what a student or real project wrote
+instead, and the test that must fail (`elu.cu.toml` is about elu.cu; the harness's are in tests/mistakes). A mistake
+in an exercise also has a hint for a student who made it, and may have a symptom, the test's message, by which hints
+are chosen. The same file has other correct solutions of exercises, its alternatives.
 
-Planting all of them takes long, and most of the time nothing has changed. So a cache, .pytest_cache/verdicts, remembers
-a digest of all that decided each verdict: the script with the mistake in it, the test file, and every file that these
-import. Comments, docstrings and layout decide nothing. The cache may be deleted at any time: no test fails because a
-verdict is missing, and `make prove` plants what the cache does not know.
+Planting all of them takes long, and usually nothing has changed. So a cache, .pytest_cache/verdicts, has a
+digest of all that decided a verdict: the script with the mistake in it, the test file, and every file that
+these import. Comments, docstrings and layout do not count. The cache may be deleted at any time: no test
+fails because a verdict is missing, and `make prove` plants what is not in the cache.
 """
 
 import ast
@@ -27,9 +27,9 @@ from harness import fences
 from harness.layout import ROOT, files, find
 
 VERDICTS = ROOT / ".pytest_cache" / "verdicts"
-MARKS = ("prove", "long", "always")  # they say when a test runs, and not what it finds
+MARKS = ("prove", "long", "always")  # these say when a test runs, not what it finds
 STRING = r'"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
-TOKENS = {  # what is a comment in one language is an operator in the other
+TOKENS = {  # a comment in one language is an operator in the other
     ".py": re.compile(rf"#[^\n]*|(?P<token>{STRING}|\w+|\S)"),
     ".cu": re.compile(rf"//[^\n]*|/\*(?s:.*?)\*/|(?P<token>{STRING}|\w+|\S)"),
 }
@@ -45,8 +45,8 @@ class Mistake:
     hint: str = ""  # for who made it in an exercise
     exercise: str = ""  # "2.3", the fence in which `old` lies: no list says it; "" outside the exercises
     source: str = "known"  # a project and the number of its issue, where one has shipped it; or typical
-    spoils: str = ""  # the benchmarks that have to notice it: "bench_zero bench_zero3"
-    symptom: str = ""  # what the test says of it; "" if that is another thing each time
+    spoils: str = ""  # the benchmarks that must catch it: "bench_zero bench_zero3"
+    symptom: str = ""  # the test's message; "" if it differs from run to run
 
     @property
     def test(self) -> str:
@@ -55,12 +55,12 @@ class Mistake:
         return f"{_path_of(file)}::{name}"
 
     def planted(self, text: str) -> str:
-        """The script with the mistake. ValueError, in one line, unless `old` is there once."""
+        """The script with the mistake. ValueError, in one line, unless `old` occurs once."""
         start, end, new = self._place(text)
         return text[:start] + new + text[end:]
 
     def lying_in(self, text: str) -> "Mistake":
-        """With the number of the exercise of this script in which it lies; with none if it cannot be planted."""
+        """The same with the number of the exercise in which it lies; without one if it cannot be planted."""
         try:
             start, _, _ = self._place(text)
         except ValueError:
@@ -69,11 +69,11 @@ class Mistake:
         return replace(self, exercise="".join(n for n, first, last in _fences(text) if first < line <= last))
 
     def _place(self, text: str) -> tuple[int, int, str]:
-        """Start, end, and what comes there. Where the exact text is not there, without comments and layout."""
+        """Start, end, and what comes there. If the exact text does not occur, comments and layout are ignored."""
         start = text.find(self.old)
         end = start + len(self.old)
         if start >= 0 and self._comment(self.old) and not self._comment(self.new):
-            end = text.find("\n", end)  # the comment goes on, and may not follow what has none
+            end = text.find("\n", end)  # the rest of the comment must not follow text without one
         exact = [(start, end, self.new)] * text.count(self.old)
         spans = exact or self._spans(text)
         if len(spans) != 1:
@@ -82,12 +82,12 @@ class Mistake:
         return spans[0]
 
     def _comment(self, text: str) -> str:
-        """What comes behind the last token of a text that ends in a comment."""
+        """The text after the last token of a text that ends in a comment."""
         behind = text[max((end for _, _, end in tokens(text, self.script)), default=0) :]
         return "" if "\n" in behind else behind.strip()
 
     def _spans(self, text: str) -> list[tuple[int, int, str]]:
-        """Where the tokens of `old` stand one after the other: start, end, and `new` with the indent of that place."""
+        """Where the tokens of `old` occur in sequence: start, end, and `new` with the indent there."""
         there, mine = tokens(text, self.script), tokens(self.old, self.script)
         words = [word for word, _, _ in mine]
         found = []
@@ -108,7 +108,7 @@ class Mistake:
         return found
 
     def _offer(self, text: str) -> str:
-        """The lines of the script that are most like `old`, as the list of mistakes would have them; "" if none are."""
+        """The script's lines that are most like `old`, as a list of mistakes would have them; "" if none."""
         lines, count = text.splitlines(keepends=True), len(self.old.strip("\n").splitlines())
         mine = [word for word, _, _ in tokens(self.old, self.script)]
         best, near = 0.6, ""
@@ -148,15 +148,15 @@ def _path_of(file: str) -> str:
 
 
 def mistakes_of(script: str, root: Path = ROOT) -> tuple[Mistake, ...]:
-    """Those that are listed for this script, by its path in the repository."""
+    """The mistakes listed for this script, by its path in the repository."""
     listed = tables(script, root).get("mistake", [])
     text = (root / script).read_text() if listed else ""
     return tuple(Mistake(script, **entry).lying_in(text) for entry in listed)
 
 
 def tables(script: str, root: Path = ROOT) -> dict[str, list[dict[str, str]]]:
-    """All that is listed for a script: its mistakes, the other right solutions of its exercises, and claims: what a
-    test asks of an exercise, as a hint for mistakes that are not listed."""
+    """All lists for a script: its mistakes, the other correct solutions of its exercises, and claims: what a
+    test requires of an exercise, as a hint for mistakes that are not listed."""
     file = root / list_of(script)
     return tomllib.loads(file.read_text()) if file.exists() else {}
 
@@ -168,7 +168,7 @@ def list_of(script: str) -> str:
 
 
 def all_mistakes() -> list[Mistake]:
-    """ValueError if a list belongs to no script of its chapter, or to two."""
+    """All mistakes. ValueError if a list belongs to no script of its chapter, or to two."""
     found: list[Mistake] = []
     for file in [*ROOT.glob("[01][0-9]_*/exercises/*.toml"), *ROOT.glob("tests/mistakes/*.toml")]:
         script = _path_of(file.stem if "." in file.stem else f"{file.stem}.py")
@@ -190,7 +190,7 @@ def digest(mistake: Mistake) -> str:
 
 
 def known(file: Path = VERDICTS) -> set[str]:
-    """The digests of the mistakes that were caught, as far as the cache remembers."""
+    """The digests of the caught mistakes in the cache."""
     return set(file.read_text().split()) if file.exists() else set()
 
 
@@ -217,11 +217,11 @@ def _sha(text: str) -> str:
 
 
 def meaning(text: str, file: Path) -> str:
-    """The same for two texts that are the same program, whatever their comments, docstrings and layout."""
+    """Equal for two texts that are the same program, without comments, docstrings and layout."""
     if file.suffix == ".py":
         try:
             return ast.dump(program(text))
-        except SyntaxError:  # of a mistake; the test that plants it says so
+        except SyntaxError:  # of a mistake; the test that plants it reports it
             return text
     return " ".join(word for word, _, _ in tokens(text, file.name)) if file.suffix in (".cu", ".h") else text
 
@@ -256,7 +256,7 @@ def reached(start: Iterable[Path]) -> set[Path]:
 
 
 def changed_files() -> set[Path]:
-    """What differs from the commit at which this branch left main, in commits or in the working tree."""
+    """Files that differ from the commit at which this branch left main, committed or in the working tree."""
 
     def git(*words: str) -> list[str]:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
@@ -268,8 +268,8 @@ def changed_files() -> set[Path]:
 
 
 def tests_for(changed: set[Path]) -> set[Path]:
-    """The files with tests that import or name one of these, directly or not. What none of them does, such as a README
-    or a list of mistakes, is read by the tests that cross chapters."""
+    """The files with tests that import or name one of these, directly or not. Files that none of them names,
+    such as a README or a list of mistakes, are read by the tests that cross chapters."""
     across = [*(ROOT / "tests").glob("test_*.py"), *(ROOT / "book").glob("test_*.py")]
     tests = {file: reached([file]) for file in [*files("test_*.py"), *across, *ROOT.glob("when_it_breaks/test_*.py")]}
     if changed & {ROOT / name for name in ("conftest.py", "pyproject.toml", "requirements.txt")}:
@@ -286,7 +286,7 @@ def needed_by(script: Path) -> list[Path]:
 
 @cache
 def shared_build() -> frozenset[Path]:
-    """What builds CUDA sources and emulates a GPU, for all chapters, with the headers of the kernels."""
+    """The files that build CUDA sources and emulate a GPU, for all chapters, with the kernels' headers."""
     folder = ROOT / "09_kernels" / "in_depth"
     return frozenset({folder / "_cuda.py", *folder.glob("*.h")})
 
@@ -299,7 +299,7 @@ def _modules() -> dict[str, Path]:
 
 @cache
 def _near(file: Path) -> set[Path]:
-    """What a file imports of the repository, and the files beside it that it names in quotes (sources, scripts)."""
+    """The repository's files that a file imports, and files beside it that it names in quotes."""
     text = file.read_text()
     names: set[str] = set()
     if file.suffix == ".py":

@@ -1,20 +1,20 @@
-"""What a kernel should take, written down before it runs: from bytes, operations and the instructions of its binary.
+"""The expected time of a kernel, before it runs: from bytes, operations and the instructions of its binary.
 
-A measurement alone says little: is 3 ms good? Each benchmark of a GPU therefore has a column with the time expected,
-computed here from constants of the GPU that was found, and one with the time measured over it. Where the two part, a
-sentence of the model is wrong, and that is where to look.
+A measurement alone says little: is 3 ms good? So each GPU benchmark has a column with the expected time,
+computed here from constants of the GPU that was found, and one with the measured time over it. Where the two
+differ, a statement of the model is wrong, and that is where to look.
 
-Four models, each a maximum of what is used at the same time:
+Four models, each a maximum over resources that are used at the same time:
 
-    moved        bytes over the copy bandwidth, and the start of a kernel
-    product      FLOPs over the rate that a matrix product reaches
+    moved        bytes over the copy bandwidth, and the launch of a kernel
+    product      FLOPs over the rate that a matmul reaches
     issued       instructions of the innermost loop, counted in the SASS, over what a multiprocessor issues in a clock:
                  4 instructions of a warp, 16 results of the special functions, 1 access to memory of 128 bytes
-    in tiles     a product's FLOPs over the rate of the tensor cores, or the bytes that its tiles ask of L2 over what L2
-                 gives in a clock; and what does not run beside products: the start of a block, the store of a tile
+    in tiles     a matmul's FLOPs over the rate of the tensor cores, or its tiles' L2 bytes over L2's bytes per
+                 clock; and what does not overlap with matmuls: the start of a block, the store of a tile
 
-Constants are of data sheets and of the architecture; `COPIED` and `MULTIPLIED` are what a copy and a matrix product
-reach of them on an H200 under load, where the clock falls. Nothing here is measured in the run that it is held against.
+Constants are from data sheets and the architecture; `COPIED` and `MULTIPLIED` are what a copy and a matmul
+reach on an H200 under load, where the clock falls. Nothing is measured in the run that it is compared with.
 """
 
 import functools
@@ -62,7 +62,7 @@ GPUS = (
 
 
 def gpu_called(device_name: str) -> Gpu | None:
-    """None for a GPU that is not in the table: then nothing is predicted. A guess would be worse than none."""
+    """None for a GPU that is not in the table: then nothing is predicted, because a guess would be worse."""
     return next((gpu for gpu in GPUS if re.search(gpu.name, device_name, re.IGNORECASE)), None)
 
 
@@ -73,19 +73,19 @@ def here() -> Gpu | None:
 
 
 def moved(gpu: Gpu | None, nbytes: float, kernels: int = 1) -> float | None:
-    """Seconds to read and write so many bytes."""
+    """Seconds to read and write `nbytes` bytes."""
     return None if gpu is None else kernels * START + nbytes / (COPIED * gpu.bandwidth)
 
 
 def product(gpu: Gpu | None, flops: float, kind: str = "bf16") -> float | None:
-    """Seconds of matrix products with tensor cores (bf16, fp8) or without (fp32)."""
+    """Seconds of matmuls with tensor cores (bf16, fp8) or without (fp32)."""
     rate = None if gpu is None else getattr(gpu, kind)
     return START + flops / (MULTIPLIED * rate) if rate else None
 
 
 # ------------------------------------------------------------------------------------------------------ FlashAttention
 
-# What would show that a sentence of this model is wrong, if the clock does not fall further than MULTIPLIED says:
+# What would refute a statement of this model, if the clock does not fall further than MULTIPLIED says:
 #   forward, dkdvdq, dq + dkdv in Triton   products and softmax of a warp one after the other, and nothing else: wrong
 #                                          if measured / predicted is below 0.85 (eight warps overlap them after all) or
 #                                          above 1.3 (something waits: registers, L2, the additions to dq). Refuted by
@@ -100,18 +100,18 @@ L2_BYTES = 5120  # in a clock from the L2 cache of an H100 to all multiprocessor
 
 @dataclass(frozen=True)
 class Loop:
-    """The innermost loop of a kernel that nothing masks, by its SASS for sm_90 (bf16, the tiles of the plan)."""
+    """The innermost loop of a kernel without masking, by its SASS for sm_90 (bf16, the tiles of the plan)."""
 
-    products: float  # matrix products of 2 D FLOPs for each score, with those that two groups of warps both compute
-    instructions: int  # of one thread, once round
+    products: float  # matmuls of 2 D FLOPs per score, including those that two groups of warps both compute
+    instructions: int  # of one thread, per iteration
     special: int  # of these on the special functions: 2^x
     masked: int  # instructions of the same loop where it also masks
-    tile: tuple[int, int]  # rows and columns: scores of one round
+    tile: tuple[int, int]  # rows and columns: scores of one iteration
     threads: int  # that share them
-    masks_all: bool = False  # under a causal mask, does it mask every tile, and not those on the diagonal alone?
+    masks_all: bool = False  # under a causal mask, does it mask every tile, not only those on the diagonal?
 
     def clocks(self, gpu: Gpu, D: int, masked: bool) -> float:
-        """Of one multiprocessor, for one score."""
+        """Clocks of one multiprocessor, per score."""
         scores = self.tile[0] * self.tile[1]
         vector = max(
             (self.masked if masked else self.instructions) * self.threads / scores / 128,
@@ -121,13 +121,13 @@ class Loop:
         return tensor + vector
 
     def l2_bytes(self, kernel: str, D: int) -> float:
-        """Asked of the L2 cache for one score: two tiles of 16 bits go by the rows, or columns, that a program owns.
-        Where dq is added to, its share in 32 bits goes there, too."""
+        """Bytes read from the L2 cache per score: two tiles of 16 bits per rows, or columns, of a program.
+        Where dq is accumulated, its 32-bit part counts as well."""
         owned = self.tile[1] if "dkdv" in kernel else self.tile[0]
         return (4 + 4 * kernel.endswith("dkdvdq")) * D / owned
 
 
-# Counted by tests/test_predictions.py in what Triton 3.7 makes of the kernels; nothing runs for it.
+# Counted by tests/test_predictions.py in the kernels as Triton 3.7 compiles them; nothing runs for it.
 LOOPS = {
     ("forward", 64): Loop(2, 301, 34, 462, (64, 64), 128),
     ("forward", 128): Loop(2, 632, 68, 960, (128, 64), 128),
@@ -137,8 +137,8 @@ LOOPS = {
     ("dkdv", 128): Loop(4, 520, 32, 706, (64, 128), 256),
     ("dkdvdq", 64): Loop(5, 636, 32, 812, (64, 128), 256),
     ("dkdvdq", 128): Loop(5, 700, 32, 872, (64, 128), 256),
-    # In the core file two groups of four warps share 64 rows, so that both compute the scores: a product more, and
-    # two more in backward. At D = 128 dk and dv, of 32 rows, are left to the older instruction.
+    # In the core file two groups of four warps share 64 rows, so that both compute the scores: one matmul
+    # more, and two more in backward. At D = 128 dk and dv, of 32 rows, use the older instruction.
     ("ground forward", 64): Loop(3, 519, 34, 653, (64, 64), 256, masks_all=True),
     ("ground forward", 128): Loop(3, 363, 18, 438, (64, 32), 256, masks_all=True),
     ("ground dq", 64): Loop(5, 495, 32, 627, (64, 64), 256, masks_all=True),
@@ -148,7 +148,7 @@ LOOPS = {
 }
 
 
-# Where Triton 3.6 makes something else of them.
+# Where Triton 3.6 compiles them differently.
 BEFORE_3_7 = {
     ("dkdv", 64): Loop(4, 628, 32, 834, (64, 128), 256),
     ("dkdv", 128): Loop(4, 415, 16, 510, (32, 128), 256),
@@ -159,7 +159,7 @@ BEFORE_3_7 = {
 
 @functools.cache
 def installed_loops() -> dict[tuple[str, int], Loop]:
-    """Those of the Triton that compiles here. Without one, of the pinned version."""
+    """The loops of the installed Triton. Without one, of the pinned version."""
     try:
         version = [int(part) for part in re.findall(r"\d+", importlib.metadata.version("triton"))[:2]]
     except importlib.metadata.PackageNotFoundError:
@@ -168,8 +168,8 @@ def installed_loops() -> dict[tuple[str, int], Loop]:
 
 
 def attention(gpu: Gpu | None, kernel: str, B: int, S: int, N: int, D: int, causal: bool) -> float | None:
-    """Seconds of one kernel of chapter 09 over [B, S, N, D]. A causal mask leaves half of the scores and the diagonal
-    of tiles, which costs the masked loop."""
+    """Seconds of one kernel of chapter 09 over [B, S, N, D]. A causal mask leaves half of the scores and the
+    diagonal tiles, which need the masked loop."""
     loop = installed_loops().get((kernel, D))
     if gpu is None or loop is None:
         return None
@@ -183,8 +183,8 @@ def attention(gpu: Gpu | None, kernel: str, B: int, S: int, N: int, D: int, caus
 
 
 def overlapped_attention(gpu: Gpu | None, B: int, S: int, N: int, D: int, causal: bool, kind: str) -> float | None:
-    """Seconds of attention in CUDA, forward, whose products and exponentials run side by side: of products, of
-    exponentials, of which a multiprocessor makes 16 in a clock, and of bytes from L2, the most. Tiles are of 128."""
+    """Seconds of attention in CUDA, forward, whose matmuls and exponentials overlap: the maximum of matmuls,
+    of exponentials (16 per clock and multiprocessor), and of bytes from L2. Tiles are of 128."""
     scores = B * N * S * (S + 128 if causal else 2 * S) / 2
     products = product(gpu, 4 * scores * D, kind)
     if gpu is None or products is None:
@@ -196,22 +196,22 @@ def overlapped_attention(gpu: Gpu | None, B: int, S: int, N: int, D: int, causal
 # ----------------------------------------------------------------------------------------------- the ladder of products
 
 
-L2 = 5120  # bytes a clock that L2 gives all multiprocessors of a Hopper GPU together (chapter 09 has the source)
-FILL = 1e-6  # seconds from the start of a block to its first product: two trips to HBM, and a barrier
+L2 = 5120  # bytes per clock from L2 to all multiprocessors of a Hopper GPU (chapter 09 has the source)
+FILL = 1e-6  # seconds from the start of a block to its first matmul: two reads of HBM, and a barrier
 
 
 @dataclass(frozen=True)
 class Rung:
-    """What 32 multiply-adds of a warp cost beside themselves, by SASS and by the counts of chapter 09."""
+    """The cost of 32 multiply-adds of a warp, with overhead, by SASS and by the counts of chapter 09."""
 
     instructions: float  # all that are issued, the multiply-add included
-    accesses: float  # turns of shared memory, or accesses to the cache
-    tile: tuple[int, int]  # of C, for which a block asks L2 for as many rows of A and columns of B
-    refuted: str  # what a measurement would have to say to show that the prediction is wrong
+    accesses: float  # cycles of shared memory, or accesses to the cache
+    tile: tuple[int, int]  # of C, for which a block reads as many rows of A and columns of B
+    refuted: str  # the measurement that would refute the prediction
 
 
-# Counted by tests/test_predictions.py in what nvcc 13 makes of the two sources for sm_90a: the instructions that are
-# issued in one step along K. What nvcc has unrolled for longer loops is in the binary and is leapt over.
+# Counted by tests/test_predictions.py in the two sources as nvcc 13 compiles them for sm_90a: the
+# instructions issued in one step along K. Unrolled code for longer loops is in the binary but is skipped.
 LADDER = {
     "naive": Rung(
         73 / 16,
@@ -254,20 +254,20 @@ LADDER = {
 
 @dataclass(frozen=True)
 class Tiles:
-    """A product on tensor cores, as the blocks of the kernel divide C among them."""
+    """A matmul on tensor cores, as the thread blocks of the kernel divide C."""
 
     rows: int  # of C for one block
     columns: int
     refuted: str
-    cluster: int = 1  # blocks, one above the other, that fetch each part of B once for all of them
-    exposed: float = 1.0  # of the time in which a tile is stored: the part in which nothing multiplies
-    fill: float = 0.0  # seconds before the first product of a tile
+    cluster: int = 1  # blocks, one above the other, that load each part of B once for all of them
+    exposed: float = 1.0  # fraction of a tile's store time that does not overlap with matmuls
+    fill: float = 0.0  # seconds before the first matmul of a tile
     rate: float = 1.0  # of wgmma's
     blocks: int = 1  # on a multiprocessor at one time
     size: int = 2  # bytes of an element of A and B
 
     def asks(self, gpu: Gpu) -> float:
-        """Bytes a clock that all multiprocessors together ask of L2 while they multiply as fast as they can."""
+        """Bytes per clock that all multiprocessors together read from L2 at the full matmul rate."""
         return gpu.processors * (self.rows + self.columns / self.cluster) * self.size / self.products(gpu)
 
     def products(self, gpu: Gpu) -> float:
@@ -279,14 +279,14 @@ class Tiles:
         at_once = gpu.processors // self.cluster * self.blocks
         waves = -(-tiles // at_once) * self.blocks  # the last one may be half empty
         term = self.products(gpu) * max(1.0, self.asks(gpu) / L2)
-        store = self.exposed * gpu.processors * self.rows * self.columns * 2 / L2  # all blocks at one time, in 16 bits
+        store = self.exposed * gpu.processors * self.rows * self.columns * 2 / L2  # in 16 bits
         seconds = waves * ((K * term + store) / (MULTIPLIED * gpu.clock) + self.fill)
         hbm = ((M + N) * K * self.size + 2 * M * N) / (COPIED * gpu.bandwidth)
         return START + max(seconds, hbm)
 
 
-# `exposed`: rung 9 ends with its tile; in 10 and 11 the second half of a tile leaves beside the next one's products; in
-# 12 all of it does, and in 8 beside those of the other block on the multiprocessor.
+# `exposed`: rung 9 ends with its tile; in 10 and 11 the store of a tile's second half overlaps with the next
+# one's matmuls; in 12 all of it does, and in 8 it overlaps with the other block on the multiprocessor.
 TENSOR = {
     "mma_tiles": Tiles(
         rows=128,
@@ -327,7 +327,7 @@ TENSOR = {
 
 
 def ladder(gpu: Gpu | None, rung: str, M: int, N: int, K: int) -> float | None:
-    """Seconds of a product by a rung of the ladder, or by chapter 10's kernel in 8 bits."""
+    """Seconds of a matmul by a rung of the ladder, or by chapter 10's kernel in 8 bits."""
     if gpu is None:
         return None
     if rung in LADDER:
@@ -341,7 +341,7 @@ def ladder(gpu: Gpu | None, rung: str, M: int, N: int, K: int) -> float | None:
 
 
 def refuted(rung: str) -> str:
-    """One line: which measurement would show that the prediction for this rung is wrong."""
+    """One line: the measurement that would refute the prediction for this rung."""
     known = LADDER | TENSOR
     return known[rung].refuted if rung in known else "-"
 
@@ -352,5 +352,5 @@ COLUMNS = ["predicted, ms", "measured / predicted"]
 
 
 def cells(predicted: float | None, measured: float) -> list[str]:
-    """Of seconds: the two cells that stand beside a measured time."""
+    """The two cells beside a measured time, in seconds."""
     return ["-", "-"] if predicted is None else [f"{1e3 * predicted:.3g}", f"{measured / predicted:.2f}"]

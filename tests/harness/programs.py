@@ -3,10 +3,9 @@
     done = run_script(folder / "zero3.py", "--ranks", "3")     # a subprocess.CompletedProcess with text
     said = refusal(zero3.main, "--stage 3")                    # what it says in one line, where it has to refuse
 
-For `run_script` there is a new process each time: a fork of the server that also bears the ranks (ranks.py) and has
-imported torch. Nothing of this repository is imported there, nor on its search path, so a script that was copied alone
-finds only what lies beside it. It does not see what Python does at its start: PYTHONPATH and sitecustomize, or the
-import of torch itself.
+`run_script` starts a new process: a fork of the server that also starts the ranks (ranks.py) and has imported torch.
+Nothing of this repository is imported there or on its search path, so a copied script finds only files beside
+it. It does not test the start of Python: PYTHONPATH and sitecustomize, or the import of torch itself.
 """
 
 import inspect
@@ -51,7 +50,7 @@ def run_script(
 
 
 def _run(arguments: list[str], where: str, environment: dict[str, str], folder: str) -> None:
-    """In the new process. How it ends, by SystemExit or an exception, `multiprocessing` says as Python does."""
+    """Runs in the new process. `multiprocessing` reports SystemExit or an exception as Python does."""
     threading.Thread(target=ranks._end_with_the_test_process, daemon=True).start()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT)

@@ -1,11 +1,11 @@
-"""Run a function on N ranks, quickly, and say precisely which rank failed and why.
+"""Run a function on N ranks, quickly, and report precisely which rank failed and why.
 
     losses = run_ranks(4, train_step, batch, timeout=30)      # [loss of rank 0, ..., loss of rank 3]
 
-The function runs in N processes; in each the default process group (gloo) is up, so `dist.get_rank()` works.
-Starting Python and importing torch takes seconds, which `torchrun` pays for every run. Here the processes are born
-by forking a server that has imported torch already, and they stay for the next call; only the process group is new
-each time. That makes a distributed test cost about a tenth of a second.
+The function runs in N processes; in each the default process group (Gloo) is up, so `dist.get_rank()` works.
+Starting Python and importing torch takes seconds, which `torchrun` needs for every run. Here the processes
+are forks of a server that has already imported torch, and they are reused by the next call; only the process
+group is new each time. So a distributed test takes about a tenth of a second.
 
     the test process                the ranks (persistent)
     ----------------                ----------------------
@@ -13,8 +13,8 @@ each time. That makes a distributed test cost about a tenth of a second.
     wait <------------ pipe ------- "done" result | "raised" traceback           (until the deadline)
     all done?  ------- pipe ------> "release": destroy_process_group, wait for the next job
 
-No rank leaves the group before all are done, so a fast rank never cuts the line of a slow one. After any failure all
-processes are killed and replaced: whatever state the failed function left behind is gone.
+No rank leaves the group before all are done, so a fast rank never closes the connection of a slow one. After
+any failure all processes are killed and replaced, so that no state of the failed function remains.
 
 What a failure looks like:
 - a rank raises:    RankFailure with that rank's own traceback. Its peers then usually report broken connections, which
@@ -71,22 +71,22 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 
 
 def limit_timeouts(seconds: float) -> None:
-    """From now on no call waits longer than this, whatever its `timeout`: for runs that are expected to fail."""
+    """From now on no call waits longer than this, with any `timeout`: for runs that are expected to fail."""
     _pool.limit = seconds
 
 
 def use_fresh_modules() -> None:
-    """From now on every call imports this repository's modules afresh: for modules that change between two calls."""
+    """From now on every call imports this repository's modules again, in case they change between calls."""
     _pool.fresh = True
 
 
 def preflight() -> str:
-    """Why ranks cannot talk to each other on this machine, in one line; "" if they can.
+    """Why ranks cannot communicate on this machine, in one line; "" if they can.
 
-    Two of them exchange 4 MB. It also finds the unit of time: how many times as long as on a quiet machine that takes
-    here and now. All deadlines are multiplied by it, so that a slow machine is slow and not red.
+    Two of them exchange 4 MB. It also sets the unit of time, the slowdown of this exchange relative to a
+    quiet machine. All deadlines are multiplied by it, so that tests do not fail on a slow machine.
     """
-    _pool._start(2)  # the imports of the fork server are no measure of anything
+    _pool._start(2)  # the imports of the fork server are not timed
     began = time.monotonic()
     try:
         _pool.run(2, _exchange, (), {}, 60)
@@ -113,9 +113,9 @@ def _exchange() -> None:
 
 
 def _serve(pipe: Connection, stack_file: str) -> None:
-    """The life of one worker process: take a job, run it, report, wait for release, again."""
+    """The loop of a worker process: take a job, run it, report, wait for release."""
     gc.freeze()  # objects inherited from the fork server are never garbage: do not scan (and copy) their pages
-    gc.set_threshold(10_000, 20, 20)  # objects here live as long as a call: look for garbage less often
+    gc.set_threshold(10_000, 20, 20)  # objects live as long as a call: collect garbage less often
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then ends us
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
@@ -129,24 +129,24 @@ def _serve(pipe: Connection, stack_file: str) -> None:
         while True:
             try:
                 fresh, *job = pickle.loads(pipe.recv_bytes())
-            except EOFError:  # the test process is gone
+            except EOFError:  # the test process has ended
                 return
             pipe.send_bytes(pickle.dumps(_run_job(None if fresh else preloaded, *job)))
             pipe.recv_bytes()  # release
-            # Whatever still refers to a group (a work, a cache of a module) keeps its threads: collect, twice.
+            # Any reference to a group (a work, a cache of a module) keeps its threads: collect, twice.
             if fresh:
                 forget_modules(preloaded)
             gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()
-            if not fresh and len(sys.modules) > known:  # modules stay: no later collection has to look at them again
+            if not fresh and len(sys.modules) > known:  # modules stay: later collections skip them
                 known = len(sys.modules)
                 gc.freeze()
 
 
 def _end_with_the_test_process() -> None:
-    """A test process that is killed cannot stop its ranks, and one of them may be waiting for others without end."""
+    """End this rank with the test process, which cannot stop its ranks when it is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -156,7 +156,7 @@ def _end_with_the_test_process() -> None:
 def _run_job(
     stay: set[str] | None, rank: int, world_size: int, store: str, timeout: float, search_path: list[str], call: bytes
 ) -> tuple[str, Any]:
-    """`stay` is None, or the modules from before the first job: what was imported since stays for the next one."""
+    """`stay` is None, or the modules from before the first job: later imports stay for the next job."""
     try:
         sys.path[:] = search_path
         dist.init_process_group(
@@ -164,7 +164,7 @@ def _run_job(
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
-            # Longer than the deadline of the test process, which asks for stacks before anybody gives up.
+            # Longer than the deadline of the test process, which asks for stacks before a rank times out.
             timeout=timedelta(seconds=2 * timeout + 10),
         )
         fn, args, kwargs = pickle.loads(call)
@@ -173,7 +173,7 @@ def _run_job(
         if left := replaced(before, functions(stay) if stay is not None else {}):
             raise RuntimeError(f"patches that the next call would meet were not taken back: {', '.join(left)}")
         return "done", answer
-    except BaseException:  # SystemExit included: whatever ends the function is reported, not lost
+    except BaseException:  # including SystemExit: any end of the function is reported
         return "raised", traceback.format_exc()
 
 
@@ -191,10 +191,10 @@ class _Worker:
         self.pipe, child_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(child_end, self.stack_file), daemon=True)
         self.process.start()
-        child_end.close()  # keep one end only, or the death of the process would not read as end-of-file
+        child_end.close()  # keep one end only, so that the death of the process reads as end-of-file
 
     def wait_until_up(self) -> None:
-        """The first process waits for the fork server's imports, which must not count against anyone's deadline."""
+        """The first process waits for the fork server's imports, which must not count against a deadline."""
         if not self.pipe.poll(120):
             raise RuntimeError(f"a rank's process (pid {self.process.pid}) did not start within 120 s")
         self.pipe.recv_bytes()
@@ -207,7 +207,7 @@ class _Pool:
         self.count = 0  # of jobs and of workers: makes file names unique
         self.limit = float("inf")
         self.unit = float(os.environ.get("RANKS_UNIT", "1"))  # what `preflight` found; the deadlines scale with it
-        self.fresh = bool(os.environ.get("FRESH_MODULES"))  # `make prove FRESH=1`: no call sees what others imported
+        self.fresh = bool(os.environ.get("FRESH_MODULES"))  # `make prove FRESH=1`: no reuse of imports
 
     def _start(self, world_size: int) -> str:
         if self.folder is None:
@@ -243,7 +243,7 @@ class _Pool:
         call = pickle.dumps((fn, args, kwargs))
         team = self.workers[:world_size]
         for rank, worker in enumerate(team):
-            # A worker that died while idle shows below, as a closed pipe.
+            # A worker that died while idle is found below, as a closed pipe.
             with contextlib.suppress(BrokenPipeError):
                 worker.pipe.send_bytes(
                     pickle.dumps((self.fresh, rank, world_size, store, timeout, list(sys.path), call))
@@ -277,7 +277,7 @@ class _Pool:
                     if answers[rank][0] != "done":
                         deadline = min(deadline, time.monotonic() + GRACE)
         except KeyboardInterrupt:
-            self.stop()  # the ranks are in the middle of something: they are of no use to anyone now
+            self.stop()  # the ranks are in an unknown state and cannot be reused
             raise
         return answers
 
@@ -285,7 +285,7 @@ class _Pool:
         size = len(team)
         killed = [rank for rank, (kind, _) in answers.items() if kind == "killed"]
         raised = [rank for rank, (kind, _) in answers.items() if kind == "raised"]  # in the order they arrived
-        # A peer's death reads as a broken connection in gloo's transport: a consequence, not a cause.
+        # A peer's death appears as a broken connection in Gloo's transport: a consequence, not a cause.
         causes = [rank for rank in raised if "gloo/transport" not in answers[rank][1]] or raised
         stuck = [rank for rank in range(size) if rank not in answers]
         stacks = self._stacks(team, stuck)

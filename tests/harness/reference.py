@@ -1,12 +1,12 @@
 """Is the parallel run the same as the unsharded one?
 
 From the same weights and the same global batch, a parallel run must have the reference's loss, every gradient at every
-step, and the weights after three steps of plain SGD: to 1e-10 in float64, to 1e-5 in float32. SGD, because a gradient
-that is N times too large moves the weights N times too far, while Adam divides the factor out again.
+step, and the weights after three steps of plain SGD: to 1e-10 in float64, to 1e-5 in float32. SGD, because a
+gradient that is N times too large moves the weights N times too far, while Adam divides by the factor.
 
-The error of a tensor is max|got - want| / max|want|, so that a small gradient may not hide behind an absolute
-tolerance; it is absolute where `want` is zero everywhere. A NaN on either side, another shape, or a gradient that is
-None on one side only, is always a failure.
+The error of a tensor is max|got - want| / max|want|, so that an absolute tolerance does not hide errors of a
+small gradient; it is absolute where `want` is zero everywhere. A NaN on either side, another shape, or a
+gradient that is None on only one side is always a failure.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,14 +70,14 @@ def assert_same_named(
             error = error_between(a, b) if comparable else float("nan")  # type: ignore[arg-type]
             wrong.append((error if error == error else float("inf"), str(mismatch)))
     if wrong:
-        wrong.sort(key=lambda entry: -float(f"{entry[0]:.6g}"))  # rounding, another on each processor, decides no tie
+        wrong.sort(key=lambda entry: -float(f"{entry[0]:.6g}"))  # rounding must decide no tie
         lines = [message for _, message in wrong[:5]]
         raise AssertionError("\n".join([*lines, f"({len(wrong)} of {len(want)} differ)"]))
 
 
 @dataclass
 class Trace:
-    """What a run of a few SGD steps leaves behind: the loss and the gradients of each step, the weights at the end."""
+    """The results of a few SGD steps: the loss and the gradients of each step, the weights at the end."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -127,7 +127,7 @@ def _describe(value: Tensor | float | None) -> str:
 
 
 def _difference(got: Tensor, want: Tensor, error: float) -> str:
-    """The size of the difference, where it is largest, and, if it is one, the factor by which all of `got` is off."""
+    """The size of the difference, where it is largest, and, if there is one, the common factor of `got`."""
     got, want = got.detach().cpu().double(), want.detach().cpu().double()
     if got.isnan().any() or want.isnan().any():
         return f"{int(got.isnan().sum())} NaN in the result, {int(want.isnan().sum())} in what it should be"

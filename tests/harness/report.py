@@ -1,4 +1,4 @@
-"""From a measurement to the table in a README, without a keyboard in between.
+"""From a measurement to the table in a README, without manual steps.
 
 A benchmark calls `paired` and `write_result`; that writes `results/NAME.DEVICE.json` with the device, the versions and
 the commit. `make tables` (this file as a script) then fills every block of every README that reads
@@ -7,14 +7,14 @@ the commit. `make tables` (this file as a script) then fills every block of ever
     <!-- end results -->
 
 with the tables of all results of that name, one for each device it was measured on, or with the table that
-computed.py has of that name, which nobody had to measure. `--check` changes nothing and exits with 1 if a README
-differs from what its results say; a test does the same.
+computed.py has of that name, without a measurement. `--check` changes nothing and exits with 1 if a README
+differs from its results; a test does the same.
 
-Between `<!-- files -->` and `<!-- end files -->` stands, for each script of the chapter's depth, what has to be copied
-with it to run it elsewhere.
+Between `<!-- files -->` and `<!-- end files -->` is, for each in-depth script of the chapter, a list of the
+files to copy with it to run it elsewhere.
 
-A block that begins with `<!-- gpu results: NAME -->` shows only what GPUs measured, and nothing until one has. A whole
-run of `make gpu` travels as one file; `--take FILE` puts the results in it into results/.
+A block that begins with `<!-- gpu results: NAME -->` shows only results of GPUs, and nothing until there are
+any. A full run of `make gpu` is one file; `--take FILE` puts its results into results/.
 """
 
 import argparse
@@ -50,7 +50,7 @@ NOTHING = "\nNo GPU has measured anything yet, so these tables are still missing
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long (or as large) the first of two things is: the median over pairs, and both quartiles."""
+    """The ratio of two times (or sizes): the median over pairs, and both quartiles."""
 
     median: float
     low: float
@@ -70,8 +70,8 @@ def paired(
 ) -> Ratio:
     """Ratio of the seconds of `a()` to those of `b()`, over `repeats` pairs measured one right after the other.
 
-    The two alternate, also in who goes first, so that whatever slows the machine for a while slows both. `setup` runs
-    before each call, outside the time (on several ranks, pass a barrier).
+    The two alternate, also in their order, so that a temporary slowdown of the machine affects both. `setup`
+    runs before each call and is not timed (on several ranks, pass a barrier).
     """
     if repeats < 3:
         raise ValueError(f"repeats={repeats}: a median with quartiles needs at least 3")
@@ -109,7 +109,7 @@ def device_name() -> str:
 
 
 def file_name(device: str) -> str:
-    """How a device is called in names of files."""
+    """The name of a device in file names."""
     return "cpu" if device.startswith("CPU") else re.sub(r"\W+", "-", device.lower()).strip("-")
 
 
@@ -123,7 +123,7 @@ def driver_version() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Where, when and with what a result was measured. In a copy without git, COMMIT in the environment names it."""
+    """Where, when and with what a result was measured. Without git, COMMIT in the environment names it."""
     about = {
         "device": device_name(),
         "torch": torch.__version__,
@@ -137,9 +137,9 @@ def environment() -> dict[str, str]:
 
 
 def commit_of(root: Path) -> str:
-    """Ten digits, with "-dirty" where something has changed since; git's word goes before COMMIT's."""
+    """Ten digits, with "-dirty" if files have changed since; git has priority over COMMIT."""
     git, given = ["git", "-C", str(root)], os.environ.get("COMMIT", "")
-    # What a benchmark or `make tables` has just written does not count.
+    # Files that a benchmark or `make tables` has just written do not count.
     written = ("results", "*/figures/*", "*README.md", "*/planner/*.md")
     changes = [*git, "status", "--porcelain", "--", ".", *(f":!{each}" for each in written)]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no checkout
@@ -147,16 +147,16 @@ def commit_of(root: Path) -> str:
             subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
             for command in ([*git, "rev-parse", "--show-toplevel", "--short=10", "HEAD"], changes)
         )
-        if Path(top).samefile(root):  # a plain copy may lie in a checkout of something else
-            # Or the files of a commit were copied over the checkout of an older one: then COMMIT names them.
+        if Path(top).samefile(root):  # a plain copy may be inside another checkout
+            # Or the files of a commit were copied over an older checkout: then COMMIT names that commit.
             copied = dirty and COMMIT.fullmatch(given) and os.environ.get("CONTENTS") == contents_of(root)
             return given[:10] if copied else named + ("-dirty" if dirty else "")
     return given[:10] if COMMIT.fullmatch(given) else "unknown (no git checkout)"
 
 
 def contents_of(root: Path) -> str:
-    """What the files of this checkout hold, those that git ignores aside, as 16 digits; whatever its last commit is.
-    Raises CalledProcessError where there is no git checkout."""
+    """A digest (16 digits) of the files of this checkout, except ignored ones, independent of the last
+    commit. Raises CalledProcessError without a git checkout."""
     git = ["git", "-C", str(root)]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"GIT_INDEX_FILE": str(Path(folder, "index"))}
@@ -185,9 +185,9 @@ def write_result(
 ) -> Path:
     """Write `results/NAME.DEVICE.json` and return its path. A cell is a string, a number or a Ratio.
 
-    A benchmark verifies before it times, and writes nothing if that fails: what is written is `verified`. Whoever
-    writes a number that nothing was held against has to say so. Into results/ only what was measured from a clean tree
-    is written, so that the commit it names is the code that ran; from any other the table goes to the screen alone.
+    A benchmark verifies before it times, and writes nothing if that fails, so a written result is `verified`.
+    A value that was not verified must be marked. Only measurements from a clean tree are written into
+    results/, so that the named commit is the code that ran; from any other tree the table is only printed.
     """
     for row in rows:
         if len(row) != len(columns):
@@ -230,9 +230,9 @@ def _json(value: Any, depth: int, indent: str = "") -> str:
 
 
 def without_certificate(results: Path, commits: Container[str]) -> dict[str, str]:
-    """What each result lacks of device, versions, date, `verified` and a commit among `commits`, by the file's name.
+    """What each result lacks of device, versions, date, `verified` and a commit of `commits`, by file name.
 
-    A commit is there by the first ten digits of its name, as `environment` writes it.
+    A commit is compared by the first ten digits of its hash, as `environment` writes it.
     """
     lacking = {}
     for file in sorted(results.glob("*.*.json")):
@@ -260,7 +260,7 @@ def table(record: dict[str, Any]) -> str:
         " A CPU's ratios hold within this run and say nothing of speed on GPUs." if "CPU" in where["device"] else ""
     )
     about = f"{where['device']}; torch {where['torch']}, Python {where['python']}, commit {where['commit']}"
-    if "driver" in where:  # older records lack it, and so do those of a CPU
+    if "driver" in where:  # older records and those of a CPU lack it
         about += f"; driver {where['driver']}, CUDA {where['cuda']}, Triton {where['triton']}; {where['date']}"
     warning = [] if record.get("verified", True) else ["**Not verified**: nothing was held against these numbers.", ""]
     notes = [record["notes"], ""] if record["notes"] else []
@@ -289,7 +289,7 @@ def fill(text: str, results: Path) -> str:
         files = sorted(results.glob(f"{block['name']}.*.json"))
         if block["gpu"]:
             files = [file for file in files if not file.name.endswith(".cpu.json")]
-            if not files:  # which is said once, where the table of the run will be
+            if not files:  # reported once, in the table of the run
                 return block["begin"] + (NOTHING if block["name"] == "gpu_run" else "") + block["end"]
         if not files:
             raise ValueError(f"no results/{block['name']}.*.json: run the benchmark first, or remove the block")
@@ -321,8 +321,8 @@ def filled(readme: Path) -> str:
 def take(file: Path, results: Path) -> list[str]:
     """Put the results of a whole GPU run, one file, into `results`; returns their names. Raises ValueError for others.
 
-    The run's own record comes along: it says what else was tried, and what became of it. What was taken before from
-    that device stays, so that calls which each brought a file of their own can be taken one after the other.
+    The run's own record is included: it lists all sections and their status. Earlier results from that device
+    stay, so that the files of several calls can be taken one after the other.
     """
     from harness.goals import overview
 
@@ -341,7 +341,7 @@ def take(file: Path, results: Path) -> list[str]:
         old, again = json.loads(before.read_text()), {section["name"] for section in run["sections"]}
         run["sections"] = [section for section in old["sections"] if section["name"] not in again] + run["sections"]
         run["results"] = old["results"] | run["results"]
-    run["results"] |= overview(run)  # a call that was killed had no time to write it
+    run["results"] |= overview(run)  # a killed call may not have written it
     for name, record in run["results"].items():
         (results / f"{name}.{device}.json").write_text(in_rows(record))
     (results / f"{device}.json").write_text(in_rows(run))

@@ -1,4 +1,4 @@
-"""Start the ranks of a benchmark: processes of their own, on a CPU with Gloo, or with a GPU each and NCCL."""
+"""Start the ranks of a benchmark: separate processes, on a CPU with Gloo, or with a GPU each and NCCL."""
 
 import gc
 import sys
