@@ -76,7 +76,11 @@ class Saver:
         say: Callable[[str], None] = print,
         keep_best: bool = False,
     ) -> None:
-        self.run, self.group, self.keep, self.say, self.keep_best = run, group, keep, say, keep_best
+        self.run = run
+        self.group = group
+        self.keep = keep
+        self.say = say
+        self.keep_best = keep_best
         self.failure = ""
         self.leader = dist.get_rank(group) == 0
         self.background = ThreadPoolExecutor(1)
@@ -119,7 +123,8 @@ class Saver:
         """Wait until the pending save is complete on disk, or given up. Raises NotShared on all ranks."""
         if self.pending is None:
             return
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         files, failure = pending.result()  # of all ranks
         writing, progress = self.complete
         outcome: list[Any] = [failure]
@@ -312,7 +317,8 @@ def find(resume: str) -> tuple[Path, Path, Progress, list[str]]:
     """
     path = Path(resume)
     if path.name == "best" and not path.exists():
-        run, best = path.parent, best_of(path.parent)
+        run = path.parent
+        best = best_of(path.parent)
         if best is None:
             raise UsageError(f"--resume {resume}: no checkpoint of {run} was validated; use --resume {run}, the newest")
         path = best
@@ -401,7 +407,8 @@ def load(path: Path, like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
     floating-point tensors get `dtype`. Weights of less than 32 bits have master weights in fp32. Moments are
     missing if every step so far was left out; an optimizer then starts without them.
     """
-    (read, saved), wide = reader(path), torch.promote_types(dtype, torch.float32)
+    read, saved = reader(path)
+    wide = torch.promote_types(dtype, torch.float32)
     kinds = ["step", "exp_avg", "exp_avg_sq"] + (["master"] if wide != dtype else [])
     learned = {name: tensor for name, tensor in like.items() if tensor.is_floating_point()}
 
@@ -412,7 +419,8 @@ def load(path: Path, like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
         return Lazy((kind for kind in kinds if f"optimizer.{name}.{kind}" in saved), partial(state, name))
 
     def state(name: str, kind: str) -> Tensor:
-        shape, one = like[name].shape, kind == "step"
+        shape = like[name].shape
+        one = kind == "step"
         return read(f"optimizer.{name}.{kind}", [] if one else shape, torch.float32 if one else wide)
 
     return {"weights": Lazy(like, weight), "optimizer": Lazy(learned, states)}

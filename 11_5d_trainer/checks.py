@@ -98,7 +98,8 @@ def check_memory(config: Config, sizes: LlamaConfig, world_size: int, device: to
 
 def check_kernels(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
     """Raise UsageError where the fused kernels cannot do this model."""
-    kernels, gpu = kernels_on(config, device), device.type == "cuda"
+    kernels = kernels_on(config, device)
+    gpu = device.type == "cuda"
     if not has_triton() and (kernels != "torch" or (config.precision in FP8 and gpu)):
         what = f"--kernels {kernels}" if kernels != "torch" else f"--precision {config.precision}"
         use = "--kernels torch" if kernels != "torch" else "bf16"
@@ -178,7 +179,8 @@ def check_compile(config: Config, sizes: LlamaConfig, world_size: int, device: t
     for other ranks or for a value, or where its backward is not autograd's."""
     if not config.compile:
         return
-    schedule, moe = config.pipeline(world_size, sizes.layers), config.mixture(sizes)
+    schedule = config.pipeline(world_size, sizes.layers)
+    moe = config.mixture(sizes)
     split = bool(schedule) and any(action.kind == W for row in schedule.actions for action in row)  # type: ignore[union-attr]
     waits, own = "waits for other ranks inside a block", "runs a block's backward in its own way"
     barred = [

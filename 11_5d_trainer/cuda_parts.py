@@ -39,7 +39,8 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (dy,), (x, weight) = gradients, ctx.saved_tensors
+        (dy,) = gradients
+        x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad
         dx = matmul(dy, weight, RUNG) if of_x else None  # [T, out] [out, in] -> [T, in]
         dw = matmul(dy.t(), x, RUNG) if of_weight else None  # [out, T] [T, in] -> [out, in]

@@ -29,7 +29,8 @@ def points(lines: Sequence[dict[str, Any]]) -> tuple[list[Point], list[Point]]:
 
 def bounds(every: Sequence[Point]) -> tuple[float, float, float, float]:
     """First and last step, smallest and largest loss; the two of a pair always differ."""
-    steps, losses = [step for step, _ in every], [loss for _, loss in every]
+    steps = [step for step, _ in every]
+    losses = [loss for _, loss in every]
     return min(steps), max(max(steps), min(steps) + 1), min(losses), max(max(losses), min(losses) + 1e-9)
 
 
@@ -64,7 +65,9 @@ def as_svg(lines: Sequence[dict[str, Any]], title: str, width: int = 720, height
     if not (training or validation):
         return ""
     left, right, low, high = bounds([*training, *validation])
-    edge, foot, top = 56, 34, 34  # room for numbers
+    edge = 56  # room for numbers
+    foot = 34
+    top = 34
 
     def place(point: Point) -> tuple[float, float]:
         step, loss = point

@@ -145,7 +145,9 @@ def load_ids(config: Config, parts: list[tuple[Path, float]]) -> Corpus:
     """A .bin, or for each source a folder with a pair of them."""
     if config.tokenizer:
         raise UsageError(f"--tokenizer {config.tokenizer} reads text, but --data {config.data} is tokens already")
-    rows, held_out, metas = [], [], []
+    rows = []
+    held_out = []
+    metas = []
     for path, weight in parts:
         files = [path] if path.is_file() else [path / "train.bin", path / "val.bin"]
         if missing := [file for file in files if not file.exists()]:
@@ -184,7 +186,8 @@ def common_tokenizer(known: list[tuple[Path, Meta]], config: Config) -> Tokenize
     file, meta = known[0]
     for other, about in known[1:]:
         for name in ("vocab_size", "eos", "tokenizer"):
-            mine, theirs = getattr(meta, name), getattr(about, name)
+            mine = getattr(meta, name)
+            theirs = getattr(about, name)
             if mine != theirs:
                 raise UsageError(
                     f"--data {config.data}: {file} has {name} {mine} and {other} {theirs}; prepare them alike"
@@ -224,7 +227,8 @@ def load_text(config: Config, path: Path) -> Corpus:
         end = len(data) - len(data) // 10
         while config.tokenizer and end < len(data) and data[end] & 0xC0 == 0x80:
             end += 1  # not within a character
-        training, held_out = [(path, data[:end])], [(path, data[end:])]
+        training = [(path, data[:end])]
+        held_out = [(path, data[end:])]
     texts = [b"".join(text for _, text in some) for some in (training, held_out)]
     tokenizer = Tokenizer()
     if config.tokenizer:
@@ -235,7 +239,8 @@ def load_text(config: Config, path: Path) -> Corpus:
     else:
         train, val = map(as_row, texts)
     rate = len(val) / len(texts[1]) if texts[1] else None
-    size, check = config.vocab_size or tokenizer.vocab_size, f"{zlib.crc32(texts[0]):08x}"
+    size = config.vocab_size or tokenizer.vocab_size
+    check = f"{zlib.crc32(texts[0]):08x}"
     if config.tokenizer:
         check = f"{zlib.crc32(array('I', ids[0]).tobytes()):08x}"
     return Corpus((Row(train),), (Row(val),), size, tokenizer.decode, rate, tuple(messages), tokenizer, check)
@@ -267,7 +272,8 @@ def map_tokens(path: Path, meta: Meta | None, weight: float, config: Config) -> 
         return Row(map_file(path, meta.dtype), weight, starts, mask)
     if not config.vocab_size:
         raise UsageError(f"--vocab-size is missing: {path.name} holds token ids; GPT-2's tokenizer has 50257")
-    size, width = path.stat().st_size, BYTES[config.bin_dtype]
+    size = path.stat().st_size
+    width = BYTES[config.bin_dtype]
     if size % width:
         raise UsageError(f"--data {path} has {size} bytes, not a multiple of {width}; check --bin-dtype or the file")
     tokens = map_file(path, config.bin_dtype)
@@ -318,14 +324,18 @@ class Sampler:
         self, rows: Tensor | Sequence[Row], seq_len: int, vocab_size: int, seed: int, documents: bool = False
     ) -> None:
         self.rows = [Row(rows)] if isinstance(rows, Tensor) else list(rows)
-        self.seq_len, self.vocab_size, self.seed, self.documents = seq_len, vocab_size, seed, documents
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.documents = documents
         self.counts = [(len(row.tokens) - 1) // seq_len for row in self.rows]  # windows of each source
         self.firsts = [0, *accumulate(self.counts)]  # they are numbered one source after the other
         self.windows = self.firsts[-1]
         self.shares = shares([row.weight for row in self.rows])
         self.position = 0
         self._orders: dict[int, tuple[int, Tensor]] = {}
-        self._round, self._mixed = -1, (torch.empty(0), torch.empty(0))
+        self._round = -1
+        self._mixed = (torch.empty(0), torch.empty(0))
 
     def window(self, sample: int) -> int:
         """The window of this sample. Each window of a source is used once before any is used again."""
@@ -348,16 +358,20 @@ class Sampler:
             generator = seeded(zlib.crc32(f"{self.seed} mixture {number}".encode()))
             sources = sources[torch.randperm(ROUND, generator=generator)]
             before = torch.nn.functional.one_hot(sources, len(self.rows)).cumsum(0)[torch.arange(ROUND), sources] - 1
-            self._round, self._mixed = number, (sources, before)
+            self._round = number
+            self._mixed = (sources, before)
         source, earlier = (int(each[at]) for each in self._mixed)
         return source, number * self.shares[source] + earlier
 
     def samples(self, windows: list[int]) -> tuple[Tensor, ...]:
         """Tokens and labels, each [len(windows), S]; with `documents` also each token's place in its document."""
-        cut, masks, places = [], [], []
+        cut = []
+        masks = []
+        places = []
         for window in windows:
             source = bisect_right(self.firsts, window) - 1
-            row, begin = self.rows[source], (window - self.firsts[source]) * self.seq_len
+            row = self.rows[source]
+            begin = (window - self.firsts[source]) * self.seq_len
             end = begin + self.seq_len  # the token there is the last label
             cut.append(row.tokens[begin : end + 1].long())
             learned = torch.ones(self.seq_len, dtype=torch.bool)
@@ -400,7 +414,8 @@ class Sampler:
         count = min(samples, self.windows) if len(self.rows) == 1 else samples
         found = (self.source_of(sample) for sample in range(count))
         everybody = [self.firsts[source] + number for source, number in found if number < self.counts[source]]
-        mine, most = everybody[rank::dp], len(everybody[::dp])
+        mine = everybody[rank::dp]
+        most = len(everybody[::dp])
         whole = micro_batch * at_once
         for at in range(0, -(-most // whole) * whole, micro_batch):
             part = mine[at : at + micro_batch]

@@ -84,7 +84,9 @@ def share_of_state(owners: list[Any], model: Any, mesh: Mesh) -> State:
     Collective. A rank holds its share, and briefly the current tensor (with ZeRO, the bucket). Of the ranks
     that have a tensor, the one with the fewest bytes so far keeps it; all count alike and send no message.
     """
-    tp, row, column = mesh.sizes["tp"], dist.get_rank(mesh.groups["data"]), dist.get_rank(mesh.groups["tp"])
+    tp = mesh.sizes["tp"]
+    row = dist.get_rank(mesh.groups["data"])
+    column = dist.get_rank(mesh.groups["tp"])
     kept: dict[int, list[int]] = {}  # parts -> bytes so far on each rank of this rank's part
     share: State = {"weights": {}, "optimizer": {}}
     for name, kind, tensor, parts in whole_tensors(owners, model, mesh):

@@ -42,8 +42,10 @@ def load_model(run: str, device: torch.device | str) -> tuple[Llama, Config, str
 def read_model(
     device: torch.device | str, home: Path, path: Path, progress: checkpoint.Progress
 ) -> tuple[Llama, Config, str, bool]:
-    config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
-    moe, dtype = config.mixture(sizes), WEIGHTS.get(config.precision, torch.float32)
+    config = Config(**progress.config)
+    sizes = LlamaConfig(**progress.sizes)
+    moe = config.mixture(sizes)
+    dtype = WEIGHTS.get(config.precision, torch.float32)
     moe = replace(moe, capacity=None) if moe else None  # capacity drops tokens of a batch; here is one token
     weights = checkpoint.load(path, full_shapes(sizes, moe), dtype)["weights"]
     model = alone(sizes, moe, "meta").to(dtype)
@@ -64,7 +66,10 @@ class KVCache:
     call has the prompt, each later call one token, which sees the last `window` of them."""
 
     def __init__(self, attention: Callable[..., Tensor], length: int, window: int) -> None:
-        self.attention, self.length, self.window, self.used = attention, length, window, 0
+        self.attention = attention
+        self.length = length
+        self.window = window
+        self.used = 0
         self.k = self.v = torch.empty(0)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -73,7 +78,8 @@ class KVCache:
             self.k, self.v = k.new_empty(B, self.length, heads, D), v.new_empty(B, self.length, heads, D)
         new = slice(self.used, self.used + k.shape[1])
         self.k[:, new], self.v[:, new] = k, v
-        first, self.used = not self.used, new.stop
+        first = not self.used
+        self.used = new.stop
         seen = slice(0 if first else max(0, self.used - self.window), self.used)
         # The last token sees all of these, so no mask is needed.
         return self.attention(q, self.k[:, seen], self.v[:, seen], causal=causal and first)

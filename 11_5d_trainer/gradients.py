@@ -41,7 +41,8 @@ class Replicated:
         holder = nn.ParameterList(names)
         broadcast_parameters(holder, group)  # the same seed gives the same weights; this makes sure
         self.names, self.group = names, group
-        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
         self.reducer = BucketedReducer(names, group, bucket_bytes=bucket_bytes, hooks=hooks)
 
     def zero_grad(self) -> None:
@@ -107,7 +108,9 @@ def make_owners(
 
     `fused` is chapter 09's AdamW, which updates ZeRO's shards if they are on a device.
     """
-    stage, bucket_bytes, fp32 = config.zero, int(config.bucket_mib * 2**20), torch.float32
+    stage = config.zero
+    bucket_bytes = int(config.bucket_mib * 2**20)
+    fp32 = torch.float32
     named = {p: name for name, p in model.named_parameters()}
     # --- exercise 11.30: who sums which gradient? Two groups, and the parameters of each ---
     experts = set(expert_parameters(model).values()) if mesh.size("ep") > 1 else set()
@@ -135,7 +138,8 @@ def make_owners(
         if config.zero_offload:
             make = make_offloaded
         if config.zero_shards:
-            make, group = partial(hybrid, mesh), mesh.groups["shards"]
+            make = partial(hybrid, mesh)
+            group = mesh.groups["shards"]
         elif dist.get_backend(group) == "gloo" and not any(p.is_cuda for p in params):
             options["reduce_scatter"] = ExchangeAndSum  # Gloo sends from host memory only
         if stage == 3 and params is not experts:

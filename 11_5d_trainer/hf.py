@@ -80,7 +80,8 @@ def read_sizes(path: str, option: str = "--init") -> tuple[LlamaConfig, tuple[in
 
     Every key is honoured, or changes nothing, or is refused by name in a UsageError (hf_keys.py).
     """
-    where, file = f"{option} {path}", folder_of(path) if option == "--init" else Path(path)
+    where = f"{option} {path}"
+    file = folder_of(path) if option == "--init" else Path(path)
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
@@ -113,7 +114,8 @@ def files_of(folder: str) -> list[Path]:
     """The files that hold the model: model.safetensors, or those that the index names. Other files beside
     them (an older export, a moving average) are not its weights."""
     home = folder_of(folder)
-    one, index = home / "model.safetensors", home / INDEX
+    one = home / "model.safetensors"
+    index = home / INDEX
     if one.exists() and index.exists():
         raise UsageError(f"--init {folder} has both {one.name} and {INDEX}; remove the one that is old")
     if one.exists():
@@ -178,7 +180,8 @@ def check_weights(folder: str, like: dict[str, Tensor]) -> None:
     for name, tensor in like.items():
         file, theirs = found[name]
         header = file.get_slice(theirs)
-        shape, want = header.get_shape(), list(tensor.shape)
+        shape = header.get_shape()
+        want = list(tensor.shape)
         if shape != want:
             raise UsageError(f"--init {folder} has {theirs} of shape {shape}, but its config.json asks for {want}")
         if header.get_dtype() not in ("F64", "F32", "F16", "BF16"):
@@ -261,7 +264,8 @@ def read_checkpoint(path: Path, like: dict[str, Tensor], dtype: torch.dtype, con
 
 def merged(weights: Mapping[str, Tensor], scale: float, name: str) -> Tensor:
     """A weight and its adapter as one: W + scale · B A."""
-    weight, layer = weights[name], name.removesuffix(".weight")
+    weight = weights[name]
+    layer = name.removesuffix(".weight")
     if f"{layer}.lora_A.weight" not in weights:
         return weight
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -354,7 +358,8 @@ def main() -> None:
     except UsageError as error:
         parser.error(str(error))
     except (OSError, safetensors().SafetensorError) as error:
-        where, why = getattr(error, "filename", None) or args.folder, getattr(error, "strerror", None) or error
+        where = getattr(error, "filename", None) or args.folder
+        why = getattr(error, "strerror", None) or error
         parser.error(f"{where} cannot be written ({why}); the export is not complete")
     print(f"{name} of {args.run} written to {args.folder}")
 

@@ -46,7 +46,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"norm_topk_prob": False},
     ),
 }
-QWENS, MIXTURES = ("qwen2", "qwen3", "qwen3_moe"), ("mixtral", "qwen3_moe")
+QWENS = ("qwen2", "qwen3", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def is_token(value: Any) -> bool:
     return value is None or (type(value) is int and value >= 0)
 
 
-SIZE, LAYERS = whole(2**24), whole(1024)
+SIZE = whole(2**24)
+LAYERS = whole(1024)
 # Up to 1e18: torch takes no larger integers.
 POSITIVE = Type("a positive number up to 1e18", lambda value: is_number(value) and 0 < value <= 1e18)
 AT_LEAST_1 = Type("a number from 1 to 1e18", lambda value: is_number(value) and 1 <= value <= 1e18)

@@ -100,7 +100,8 @@ class Wire(TorchDispatchMode):
     def count(self, operator: str, func: Any, args: Any) -> None:
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         group = dist.ProcessGroup.unbox(given["process_group"])
-        P, rank = group.size(), group.rank()
+        P = group.size()
+        rank = group.rank()
 
         def full(tensors: Any) -> int:
             return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
@@ -173,7 +174,8 @@ def held_by_formula(me: Trainer) -> Bytes:
             stage, P = 0, 1
             sizes = [(p.numel(), p.element_size()) for p in owner.names]
         else:
-            stage, P = owner.stage, dist.get_world_size(owner.group)
+            stage = owner.stage
+            P = dist.get_world_size(owner.group)
             sizes = [(b.padded, b.params[0].element_size()) for b in owner.buckets]
         for numel, e in sizes:
             k = 12 if me.config.precision == "bf16-master" else 2 * e
@@ -221,8 +223,12 @@ def sent_by_formula(me: Trainer, rows: Rows) -> dict[str, float | None]:
     What the options decide comes from the planner, which needs no model. Its mean over ranks or routings is
     not exact for the axes in BUILT; there this rank's own heads, buckets and rows are counted.
     """
-    c, mesh, sizes, moe = me.config, me.mesh, me.model.config, me.config.mixture(me.model.config)
-    layout, sent = Layout.of(c, sizes, mesh.size("world")), defaultdict[str, float](float)
+    c = me.config
+    mesh = me.mesh
+    sizes = me.model.config
+    moe = me.config.mixture(me.model.config)
+    layout = Layout.of(c, sizes, mesh.size("world"))
+    sent = defaultdict[str, float](float)
     built = {*BUILT} - ({"ulysses"} if c.fpdt_chunks else set())  # Ulysses ranks send equal chunks
     for flow in flows(sizes, moe, layout, mesh.place["pp"]):
         sent[flow.axis] += flow.wire if flow.axis not in built else 0
@@ -242,13 +248,21 @@ def sent_by_formula(me: Trainer, rows: Rows) -> dict[str, float | None]:
 
 def sent_for_context(me: Trainer, layout: Layout, calls: int) -> Iterator[tuple[str, float]]:
     """Chapter 05's formulas, per layer. `sent_per_layer` counts elements of a batch of 1."""
-    c, mesh, sizes = me.config, me.mesh, me.model.config
+    c = me.config
+    mesh = me.mesh
+    sizes = me.model.config
     e = next(me.model.parameters()).element_size()
-    R, U, place = mesh.sizes["ring"], mesh.sizes["ulysses"], mesh.place["ulysses"]
-    B, S, width = c.micro_batch, c.seq_len, sizes.attention_width // layout.tp
-    N, kv = sizes.heads // layout.tp, max(sizes.kv_heads // layout.tp, 1)  # heads of this rank
+    R = mesh.sizes["ring"]
+    U = mesh.sizes["ulysses"]
+    place = mesh.place["ulysses"]
+    B = c.micro_batch
+    S = c.seq_len
+    width = sizes.attention_width // layout.tp
+    N = sizes.heads // layout.tp
+    kv = max(sizes.kv_heads // layout.tp, 1)  # heads of this rank
     heads = len(kv_heads_of(place, U, N, kv))  # K/V heads that this rank needs
-    swap, head = sent_per_layer("ulysses", S // R, width, U, N, kv, place), S // R // U * sizes.head_dim
+    swap = sent_per_layer("ulysses", S // R, width, U, N, kv, place)
+    head = S // R // U * sizes.head_dim
     back = 2 * (N - N // U + (U - 1) * heads) * head  # gradients of what it received
     again = {"none": 0, "selective": swap - (N - N // U) * head, "full": swap}[c.recompute]  # selective: q, k and v
     if not c.fpdt_chunks:
@@ -261,7 +275,8 @@ def sent_for_context(me: Trainer, layout: Layout, calls: int) -> Iterator[tuple[
 
 def sent_for_gradients(me: Trainer, layout: Layout) -> Iterator[tuple[str, float]]:
     """The formulas of chapters 02 and 03, for each owner."""
-    c, mesh = me.config, me.mesh
+    c = me.config
+    mesh = me.mesh
     for axis, owner in zip(("data", "experts"), me.owners, strict=False):
         axis = "shards" if owner.group is mesh.groups.get("shards") else axis
         if isinstance(owner, Replicated):
@@ -284,9 +299,12 @@ def sent_for_gradients(me: Trainer, layout: Layout) -> Iterator[tuple[str, float
 
 def sent_to_experts(me: Trainer, rows: Rows) -> Iterator[tuple[str, float]]:
     """Chapter 07's formula, which needs only the number of rows from the routing."""
-    c, hidden, moe = me.config, me.model.config.hidden, me.config.mixture(me.model.config)
+    c = me.config
+    hidden = me.model.config.hidden
+    moe = me.config.mixture(me.model.config)
     experts = moe.experts if moe else 0
-    rank, P = dist.get_rank(me.mesh.groups["ep"]), me.mesh.size("ep")
+    rank = dist.get_rank(me.mesh.groups["ep"])
+    P = me.mesh.size("ep")
     e = next(me.model.parameters()).element_size()
     for send, receive in rows:
         matrix = [[receive[i] if j == rank else 0 for j in range(P)] for i in range(P)]
@@ -322,7 +340,9 @@ class Watch:
     """Measures the steps of a run: `with watch.step(step): train_step(...)`. All methods are collective."""
 
     def __init__(self, me: Trainer, run: Path, first: int) -> None:
-        self.me, self.run, self.first = me, run, first
+        self.me = me
+        self.run = run
+        self.first = first
         self.ranks: list[dict[str, Any]] = []  # of all ranks: what was held and sent in the first step
         self.profiler: Any = None
         self.boards = boards(me.config, run) if dist.get_rank() == 0 else []
@@ -339,7 +359,8 @@ class Watch:
         with ExitStack() as stack:
             if step == self.first:
                 before = crossed(self.me)
-                wire, rows = stack.enter_context(Wire(self.me.mesh)), stack.enter_context(routed_rows(self.me.model))
+                wire = stack.enter_context(Wire(self.me.mesh))
+                rows = stack.enter_context(routed_rows(self.me.model))
             stack.enter_context(torch.profiler.record_function(f"step {step + 1}"))
             yield
         if step == self.first:

@@ -65,7 +65,8 @@ def build(
     group (`sync_replicated_gradients`), once when a stage is done and not for each micro-batch.
     """
     held = list(range(sizes.layers)) if layers is None else sorted(layers)
-    first, last = held[0] == 0, held[-1] == sizes.layers - 1
+    first = held[0] == 0
+    last = held[-1] == sizes.layers - 1
     with torch.device("meta"):  # no memory yet
         model = make_layers(config, sizes, mesh, parts, len(held))
     model.config = model.model.config = sizes
@@ -90,11 +91,14 @@ def build(
 def make_layers(config: Any, sizes: LlamaConfig, mesh: Mesh, parts: Parts, layers: int) -> Any:
     """A model of `layers` layers, sharded over the tensor group. With experts the feed-forward layer of each
     block is a mixture of experts, of which this rank holds its part."""
-    few, moe, tp = replace(sizes, layers=layers), config.mixture(sizes), mesh.groups["tp"]
+    few = replace(sizes, layers=layers)
+    moe = config.mixture(sizes)
+    tp = mesh.groups["tp"]
     high = replace(parts, linear=F.linear) if isinstance(parts.linear, Fp8Linear) else parts
     own_feed_forward: dict[str, Any] = {}
     if moe:
-        groups, how = (mesh.groups["ep"], mesh.groups["tokens"]), {"sequence_parallel": config.sequence_parallel}
+        groups = (mesh.groups["ep"], mesh.groups["tokens"])
+        how = {"sequence_parallel": config.sequence_parallel}
         own_feed_forward["feed_forward"] = lambda *made: MoE(
             moe, *groups, version=config.dispatch, parts=made[-1], **how
         )
@@ -205,9 +209,11 @@ class Stage(nn.Module):
 
     def __init__(self, model: Any, layers: range, positions: Tensor) -> None:
         super().__init__()
-        config, self.positions = model.config, positions
+        config = model.config
+        self.positions = positions
         self.rope = (config.head_dim, config.rope_theta, config.rope_scaling)
-        self.first, self.last = layers.start == 0, layers.stop == config.layers
+        self.first = layers.start == 0
+        self.last = layers.stop == config.layers
         self.embed_tokens: Any = model.model.embed_tokens if self.first else None
         self.layers = nn.ModuleList(model.model.layers[str(i)] for i in layers)
         self.norm: Any = model.model.norm if self.last else None
@@ -226,7 +232,8 @@ def my_positions(seq_len: int, mesh: Mesh, kind: str, fpdt_chunks: int = 0) -> T
         return fpdt_positions(seq_len, mesh.cp_rank, mesh.cp, fpdt_chunks)
     if mesh.cp == 1:
         return torch.arange(seq_len)
-    ring, all_to_all = (mesh.place["ring"], mesh.sizes["ring"]), (mesh.place["ulysses"], mesh.sizes["ulysses"])
+    ring = (mesh.place["ring"], mesh.sizes["ring"])
+    all_to_all = (mesh.place["ulysses"], mesh.sizes["ulysses"])
     if kind == "usp":
         return usp_positions(LAYOUTS[kind], seq_len, *ring, *all_to_all)
     return layout_positions(LAYOUTS[kind], seq_len, mesh.cp_rank, mesh.cp)
@@ -244,7 +251,8 @@ class Lazy(Mapping[str, Any]):
     """A mapping that makes its values on access, without a cache. Iteration holds one value at a time."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], Any]) -> None:
-        self.names, self.make = {name: name for name in names}, make
+        self.names = {name: name for name in names}
+        self.make = make
 
     def __getitem__(self, name: str) -> Any:
         return self.make(self.names[name])  # KeyError for others

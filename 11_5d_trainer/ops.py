@@ -61,7 +61,9 @@ def make_parts(
     documents: "Documents | None" = None,
 ) -> Parts:
     """The functions for this rank. With `documents`, attention is within each document."""
-    parts, local, attention = Parts(), EXPLICIT, None
+    parts = Parts()
+    local = EXPLICIT
+    attention = None
     whole_layers = mesh.sizes["tp"] == mesh.sizes["pp"] == 1
     # Imported here: on a CPU these imports turn Triton's interpreter on, which lacks bf16, cuda's dtype.
     if kernels == "triton" or (kernels == "cuda" and torch.device(device).type == "cuda"):
@@ -111,7 +113,8 @@ def fp8_product(recipe: str, device: torch.device | str) -> str:
 def attention_over_ranks(mesh: Mesh, kind: str, local: Any, attention: Any) -> Any:
     """attention(q, k, v, *, causal) for tokens sharded over the context axis. `local` computes one block of a
     ring, `attention` a full sequence; None means chapter 05's own."""
-    ring, all_to_all = mesh.groups["ring"], mesh.groups["ulysses"]
+    ring = mesh.groups["ring"]
+    all_to_all = mesh.groups["ulysses"]
     if kind == "usp":
         return usp(all_to_all, ring, LAYOUTS[kind], local)
     if kind == "ulysses":

@@ -236,7 +236,8 @@ class Config:
     def check(self) -> None:
         """Raise UsageError for a value that is wrong whatever the others are."""
         for field in dataclasses.fields(self):
-            least, value = field.metadata["least"], getattr(self, field.name)
+            least = field.metadata["least"]
+            value = getattr(self, field.name)
             if least is not None and not (value >= least):  # also for NaN
                 raise UsageError(f"{flag(field.name)} {value} must {'be at least 1' if least else 'not be negative'}")
             if isinstance(value, float) and not math.isfinite(value) and field.name not in POSITIVE:
@@ -651,7 +652,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
             group.add_argument(flag(field.name), action=both, default=argparse.SUPPRESS, help=about["help"])
         else:
             kind: Any = field.type
-            choices, default = about["choices"], argparse.SUPPRESS
+            choices = about["choices"]
+            default = argparse.SUPPRESS
             values = {"nargs": "?", "const": about["bare"]} if about["bare"] else {}
             group.add_argument(flag(field.name), type=kind, choices=choices, default=default, help=help, **values)
     parser.add_argument(
@@ -675,7 +677,9 @@ def from_file(parser: argparse.ArgumentParser, name: str) -> dict[str, Any]:
 
     A run's config.json has all options, also those left at their defaults. Raises UsageError.
     """
-    path, here, words = Path(name), f"--options {name}", []
+    path = Path(name)
+    here = f"--options {name}"
+    words = []
     try:
         stored = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
         if not isinstance(stored, dict):
@@ -719,7 +723,8 @@ def merge(stored: dict[str, Any], given: dict[str, Any], where: str) -> Config:
         raise UsageError(f"--out {given['out']} cannot go with --resume: a resumed run goes on in its own folder")
     for field in dataclasses.fields(Config):
         name = field.name
-        old, new = stored.get(name, field.default), given.get(name)  # a run may be older than an option
+        old = stored.get(name, field.default)
+        new = given.get(name)  # a run may be older than an option
         fixed = field.metadata["fixed"] or (name == "tokenizer" and not old)  # bytes stay bytes
         if fixed and name in given and new != old:
             raise UsageError(f"{flag(name)} {new} does not fit {where}, which was trained with {old}; leave it out")

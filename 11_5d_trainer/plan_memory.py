@@ -276,7 +276,9 @@ def program_of(layout: Layout, rank: int) -> list[Any]:
 
 def block_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layer: int) -> list[Weight]:
     """The weights of one block, in the order in which the module registers them."""
-    c, t, split = model, layout.tp, layout.sequence_parallel
+    c = model
+    t = layout.tp
+    split = layout.sequence_parallel
     pieces = min(c.kv_heads, t)  # of K and V; if fewer than ranks, some hold the same
     kv = c.kv_heads * c.head_dim // pieces
     norm = Weight(c.hidden, layer, slots=c.hidden if split else 0)
@@ -291,7 +293,8 @@ def block_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, lay
     if moe is None:
         feed_forward = [Weight(c.hidden * c.intermediate // t, layer)] * 3
     else:  # tensor ranks do not shard experts: all hold the same
-        router, matrix = moe.experts * c.hidden, moe.experts // layout.ep * moe.intermediate * c.hidden
+        router = moe.experts * c.hidden
+        matrix = moe.experts // layout.ep * moe.intermediate * c.hidden
         feed_forward = [Weight(router, layer, slots=router if split else 0)]
         feed_forward += [Weight(matrix, layer, layout.ep > 1, slots=matrix if split else 0)] * 3
     return [norm, *attention, norm, *feed_forward]
@@ -389,8 +392,12 @@ def held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
 
 def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, recompute: str = "") -> int:
     """Bytes that one block saves for backward, of one micro-batch."""
-    c, t, e = model, layout.tp, widths(layout.precision).activation
-    w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
+    c = model
+    t = layout.tp
+    e = widths(layout.precision).activation
+    w = max(e, 4)
+    T = layout.tokens
+    outer = layout.outer_tokens
     mode = recompute or layout.recompute
     # --- exercise 11.23: every byte that a block leaves behind, on one rank ---
     if mode == "full":
@@ -399,7 +406,8 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
     norm = 2 * c.hidden * e if fused else c.hidden * w + 2 * c.hidden * e  # eager: an fp32 copy is squared
     norms = 2 * outer * (norm + w)
     kv_heads = c.kv_heads // min(c.kv_heads, t)  # of this rank
-    q, kv = T * c.attention_width // t * e, T * kv_heads * c.head_dim * e
+    q = T * c.attention_width // t * e
+    kv = T * kv_heads * c.head_dim * e
     core = q + 2 * kv + q  # q, k, v; and out, which o_proj multiplies
     if c.qk_norm:  # their inputs, and 1/rms of each head
         core += (q + kv) * (e if fused else w + e) // e + T * (c.heads // t + kv_heads) * w
@@ -417,14 +425,18 @@ def block_activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout,
 
 def kv_heads_by_rank(model: LlamaConfig, layout: Layout) -> list[list[int]]:
     """The K/V heads of a tensor rank that each Ulysses rank needs (chapter 05)."""
-    heads, kv_heads, U = model.heads // layout.tp, max(model.kv_heads // layout.tp, 1), layout.ulysses
+    heads = model.heads // layout.tp
+    kv_heads = max(model.kv_heads // layout.tp, 1)
+    U = layout.ulysses
     return [kv_heads_of(rank, U, heads, kv_heads) for rank in range(U)]
 
 
 def ring_heads(model: LlamaConfig, layout: Layout) -> list[int]:
     """How many K/V heads each Ulysses rank sends around a ring. If the heads that it needs serve unequal
     numbers of query heads, it is one for each query head, since they are repeated first (chapter 05)."""
-    N, kv, U = model.heads // layout.tp, max(model.kv_heads // layout.tp, 1), layout.ulysses
+    N = model.heads // layout.tp
+    kv = max(model.kv_heads // layout.tp, 1)
+    U = layout.ulysses
     needed = kv_heads_by_rank(model, layout)
     return [N // U if repeated_kv_heads(rank, U, N, kv) else len(needed[rank]) for rank in range(U)]
 
@@ -432,7 +444,11 @@ def ring_heads(model: LlamaConfig, layout: Layout) -> list[int]:
 def expert_activations(model: LlamaConfig, moe: MoEConfig, layout: Layout) -> int:
     """Bytes of a mixture of experts in place of the MLP, with an even load on all ranks."""
     e = widths(layout.precision).activation
-    w, T, H, K, E = max(e, 4), layout.outer_tokens, model.hidden, moe.top_k, moe.experts
+    w = max(e, 4)
+    T = layout.outer_tokens
+    H = model.hidden
+    K = moe.top_k
+    E = moe.experts
     rows = K * T
     router = T * (2 * E + K + 1) * w + 4 * rows * 8 + 4 * E + 20  # probabilities and weights; the plan, int64
     wide = 3 if layout.kernels == "triton" else 4
@@ -452,7 +468,8 @@ def loss_in_chunks(layout: Layout) -> bool:
 # Constants of chapter 09's fused_loss.py, which cannot be imported without Triton. From torch 2.12 on a bf16
 # matmul can accumulate into fp32.
 ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-CHUNK_BYTES, SLICE_BYTES = 2**30 if ADDS_WIDE else 2**31, 2**28
+CHUNK_BYTES = 2**30 if ADDS_WIDE else 2**31
+SLICE_BYTES = 2**28
 
 
 def chunk_of(tokens: int, vocab: int, element: int) -> int:
@@ -464,8 +481,12 @@ def chunk_of(tokens: int, vocab: int, element: int) -> int:
 
 def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes:
     """Bytes saved outside of the blocks: RoPE's tables, and in the last stage the last norm and the loss."""
-    c, t, e = model, layout.tp, widths(layout.precision).activation
-    w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
+    c = model
+    t = layout.tp
+    e = widths(layout.precision).activation
+    w = max(e, 4)
+    T = layout.tokens
+    outer = layout.outer_tokens
     kept = {"RoPE tables": layout.seq_len // layout.cp * c.head_dim * 4}
     if first and t > 1:
         kept["embedding"] = T * (8 + 1)  # row index, and whether it is local
@@ -487,7 +508,8 @@ def around(model: LlamaConfig, layout: Layout, first: bool, last: bool) -> Bytes
 
 def activations(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range, recompute: str = "") -> Bytes:
     """Bytes that a stage with these layers saves, of one micro-batch. Tokens and labels are not counted."""
-    first, last = layers.start == 0, layers.stop == model.layers
+    first = layers.start == 0
+    last = layers.stop == model.layers
     kept = {"blocks": len(layers) * block_activations(model, moe, layout, recompute)}
     return kept | around(model, layout, first, last)
 
@@ -512,9 +534,14 @@ def fpdt_working_set(model: LlamaConfig, layout: Layout) -> dict[str, Bytes]:
 
     Of a rank's full sequence only the inputs and outputs are there: of a block, its backward, the loss.
     """
-    c, e, z = model, widths(layout.precision).activation, fpdt_sizes(model, layout)
-    T, w, u = layout.tokens, max(e, 4), layout.fpdt_chunks
-    stream, chunk = T * c.hidden * e, T // u * c.hidden * e
+    c = model
+    e = widths(layout.precision).activation
+    z = fpdt_sizes(model, layout)
+    T = layout.tokens
+    w = max(e, 4)
+    u = layout.fpdt_chunks
+    stream = T * c.hidden * e
+    chunk = T // u * c.hidden * e
     block = sum(weight.numel for weight in block_weights(model, None, layout, 0))
     attention = layout.micro_batch * attention_peak(z, "backward") + chunk
     # Besides the MLP: x in two buffers, h, q, output by tokens and by heads, its gradient; k, v three times.
@@ -533,8 +560,12 @@ def fpdt_working_set(model: LlamaConfig, layout: Layout) -> dict[str, Bytes]:
 
 def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> Bytes:
     """Temporary memory while one stage computes: at the loss, and in the backward of a block."""
-    c, t, e = model, layout.tp, widths(layout.precision).activation
-    w, T, outer = max(e, 4), layout.tokens, layout.outer_tokens
+    c = model
+    t = layout.tp
+    e = widths(layout.precision).activation
+    w = max(e, 4)
+    T = layout.tokens
+    outer = layout.outer_tokens
     logits = T * -(-c.vocab_size // t)
     stream = outer * c.hidden * e  # a gradient of the residual stream
     rows = T if moe is None else moe.top_k * outer
@@ -567,8 +598,11 @@ def working_set(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> By
 
 def kept_for_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range) -> int:
     """Bytes of gradients that a stage saves from B to W: of the output of every matmul and every norm."""
-    c, t, e = model, layout.tp, widths(layout.precision).activation
-    T, stream = layout.tokens, layout.outer_tokens * c.hidden * e
+    c = model
+    t = layout.tp
+    e = widths(layout.precision).activation
+    T = layout.tokens
+    stream = layout.outer_tokens * c.hidden * e
     kv = c.kv_heads // min(c.kv_heads, t) * c.head_dim
     whole = T * c.hidden * e  # after a row-parallel matmul its gradient is gathered again
     if moe is None:
@@ -610,7 +644,8 @@ def passing_weights(
         moments[moment][what] = moments[moment].get(what, 0) + count * width
 
     for owner in owners(weights, layout, width):
-        every, largest = sum(owner.numels), max(owner.numels)
+        every = sum(owner.numels)
+        largest = max(owner.numels)
         if owner.stage == 0 and layout.pp > 1:
             for moment in moments:  # before the last micro-batch, gradients are not in buckets
                 add(moment, "gradients outside their buckets", every)
@@ -714,7 +749,8 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
     numels = [(weight.layer, weight.numel) for weight in weights_of(model, moe, layout, rank)]
     every = sum(numel for _, numel in numels)
     found: list[Climb] = []
-    width, last_layer = widths(layout.precision).weight, model.layers - 1
+    width = widths(layout.precision).weight
+    last_layer = model.layers - 1
 
     def fresh_of(layers: range) -> int:
         return sum(numel for layer, numel in numels if min(max(layer, 0), last_layer) in layers) * width
@@ -733,7 +769,8 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
             if item.source == rank:  # kept until it is sent, or old enough to be
                 sent[item.destination] = min(sent.get(item.destination, 0) + 1, 2 * layout.pp)
             continue
-        mine, layers = sizes[item.stage], layers_of(item.stage, schedule.stages, model.layers)
+        mine = sizes[item.stage]
+        layers = layers_of(item.stage, schedule.stages, model.layers)
         last = item.stage == schedule.stages - 1
         if item.kind == F:
             here = {what: here.get(what, 0) + mine.get(what, 0) for what in here | mine}
@@ -744,7 +781,8 @@ def climbs(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int)
         if last and item.kind in (B, BW):
             found.append((dict(here), in_flight, "block", True, late))
         if item.kind in (B, W):
-            sign, gone = (1 if item.kind == B else -1), gone_after_b(model, moe, layout, layers)
+            sign = 1 if item.kind == B else -1
+            gone = gone_after_b(model, moe, layout, layers)
             for_weights = sign * kept_for_weights(model, moe, layout, layers)
             if item.kind == W:  # at its start: the first weights' gradients, with nothing freed
                 found.append((here | {"gradients not yet added": first_of(layers)}, in_flight, "W", False, late))

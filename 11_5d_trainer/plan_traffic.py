@@ -120,10 +120,12 @@ def everyone(layout: Layout) -> list[Flow]:
 def of_gradients(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int, p2p_reduce: bool) -> list[Flow]:
     """Data parallel and ZeRO, and the partial gradients of tensor ranks."""
     e = widths(layout.precision).weight
-    weights, found = weights_of(model, moe, layout, rank), []
+    weights = weights_of(model, moe, layout, rank)
+    found = []
     backwards = 1 if layout.pp > 1 else layout.micro_batches  # backwards that reduce, at stages 2 and 3
     for owner in owners(weights, layout, e):
-        N, axis = owner.ranks, "experts" if owner.expert else "data"
+        N = owner.ranks
+        axis = "experts" if owner.expert else "data"
         if owner.stage == 0:
             found += [Flow("all_reduce", axis, numel * e, N, what="gradients") for numel in owner.numels]
             continue
@@ -149,15 +151,22 @@ def of_gradients(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank
 
 def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: int, times: int) -> list[Flow]:
     """What blocks send, forward and backward: tensor, context and expert parallel."""
-    c, t, width = model, layout.tp, widths(layout.precision)
-    e, w, T = width.activation, max(width.activation, 4), layout.tokens
-    n, calls = T * c.hidden * e, layers * times
-    again, found = layout.recompute == "full", []
+    c = model
+    t = layout.tp
+    width = widths(layout.precision)
+    e = width.activation
+    w = max(width.activation, 4)
+    T = layout.tokens
+    n = T * c.hidden * e
+    calls = layers * times
+    again = layout.recompute == "full"
+    found = []
     halves = 2 if moe is None else 1  # attention and MLP; tensor ranks do not shard a mixture of experts
     if layout.sequence_parallel:
         # Forward g and g*; backward their conjugates, and the input is gathered again. Domino saves it.
         regather = layout.tp_overlap != "domino"
-        gathers, scatters = (2 + regather + again) * halves, 2 * halves + again
+        gathers = (2 + regather + again) * halves
+        scatters = 2 * halves + again
         found.append(Flow("all_gather", "tp", n, t, calls * gathers, "into products"))
         found.append(Flow("reduce_scatter", "tp", n, t, calls * scatters, "sums of products"))
     else:
@@ -180,13 +189,15 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
         found.append(Flow("all_to_all", "ulysses", whole, layout.ulysses, 3 * calls, "heads of chunks"))
     elif layout.ulysses > 1:
         U = layout.ulysses
-        q, kv = T * c.attention_width // t * e, T * sum(map(len, kv_heads_by_rank(model, layout))) * c.head_dim * e
+        q = T * c.attention_width // t * e
+        kv = T * sum(map(len, kv_heads_by_rank(model, layout))) * c.head_dim * e
         inputs = q + 2 * kv
         found.append(Flow("all_to_all", "ulysses", inputs, U, calls * (2 + once_more), "q, k, v by heads"))
         found.append(Flow("all_to_all", "ulysses", q, U, calls * (2 + again), "out by tokens"))
     # --- end exercise ---
     if moe is not None:
-        P, tokens = layout.ep, layout.dp * layout.cp * (t if layout.sequence_parallel else 1)
+        P = layout.ep
+        tokens = layout.dp * layout.cp * (t if layout.sequence_parallel else 1)
         counts = moe.experts * 8
         if moe.balance:
             found.append(Flow("all_reduce", "tokens", counts, tokens, calls, "counts of experts"))
@@ -201,7 +212,9 @@ def of_layers(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers:
 def of_ends(model: LlamaConfig, layout: Layout, times: int, first: bool, last: bool) -> list[Flow]:
     """Tensor parallel at the embedding, the output layer and the loss."""
     e = widths(layout.precision).activation
-    T, t, found = layout.tokens, layout.tp, []
+    T = layout.tokens
+    t = layout.tp
+    found = []
     n = T * model.hidden * e
     ways = ("reduce_scatter", "all_gather") if layout.sequence_parallel else ("all_reduce",)
     if first:
@@ -225,7 +238,8 @@ def of_split_backward(
 
 
 def of_pipeline(model: LlamaConfig, layout: Layout, rank: int) -> list[Flow]:
-    schedule, width = schedule_of(layout), widths(layout.precision)
+    schedule = schedule_of(layout)
+    width = widths(layout.precision)
     items = program_of(layout, rank)
     sends = sum(not isinstance(item, Action) and item.source == rank for item in items)
     message = layout.outer_tokens * model.hidden * width.activation

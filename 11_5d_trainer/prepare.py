@@ -145,7 +145,9 @@ class Encoder:
     """Converts units to documents; one in each process."""
 
     def __init__(self, tokenizer: Tokenizer, field: str, chat: bool) -> None:
-        self.tokenizer, self.field, self.chat = tokenizer, field, chat
+        self.tokenizer = tokenizer
+        self.field = field
+        self.chat = chat
         self.code = "H" if tokenizer.vocab_size <= 2**16 else "I"
 
     def documents(self, unit: Unit) -> list[Document]:
@@ -172,10 +174,13 @@ class Encoder:
 
     def conversation(self, messages: Any, where: str) -> Document:
         """ChatML, and which of its tokens are learned: answers, and where they end."""
-        ids, learned, size = array.array(self.code), bytearray(), 0
+        ids = array.array(self.code)
+        learned = bytearray()
+        size = 0
         shaped = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
         for message in messages if shaped else ():
-            role, content = message.get("role"), message.get("content")
+            role = message.get("role")
+            content = message.get("content")
             if not (isinstance(role, str) and isinstance(content, str)):
                 shaped = False
                 break
@@ -269,7 +274,9 @@ class Writer:
         self.files[".bin"].write(whole)
         if ".mask" in self.files:
             self.files[".mask"].write(learned + bytes(count - len(learned)))
-        self.tokens, self.text_bytes, self.inside = self.tokens + count, self.text_bytes + size, not ends
+        self.tokens += count
+        self.text_bytes += size
+        self.inside = not ends
 
     def meta(self, tokenizer: Tokenizer, folder: str) -> None:
         sums = {suffix: checksums(self.path.with_suffix(suffix)) for suffix in self.files}

@@ -54,7 +54,8 @@ WORDS = (b"PAR1", b"GIF8")  # text may begin with these, but has no byte 0
 JSON_LINES = (".jsonl", ".ndjson")
 ONE_JSON = "JSON, whose braces would be trained on; write an object a line into a .jsonl, for prepare.py"
 PIECE = 2**20  # bytes of text that are encoded at once
-BLOCK, CHECKED = 2**26, 16  # bytes per checksum; how many of these blocks are read when a run starts
+BLOCK = 2**26  # bytes per checksum
+CHECKED = 16  # how many of these blocks are read when a run starts
 
 
 # ------------------------------------------------------------------------------------------------- is it text?
@@ -197,7 +198,8 @@ def checksum(path: Path, block: int) -> int:
 
 def crc_of_samples(path: Path) -> int:
     """Checksum of 16 pieces of 1 MiB, evenly spread: enough to recognize a file, and fast."""
-    size, check = path.stat().st_size, 0
+    size = path.stat().st_size
+    check = 0
     with path.open("rb") as file:
         for i in range(16):
             file.seek(i * size // 16)
@@ -231,7 +233,8 @@ def check_width(path: Path, tokens: Tensor, dtype: str) -> None:
     if what:
         raise UsageError(f"--data {path} is {what}, no token ids of {dtype}; check the file")
     some = tokens[: 2**16].long()
-    low, high = some[0::2], some[1::2]
+    low = some[0::2]
+    high = some[1::2]
     # A wider number reads as a small number and zeros. Half of an int64's low halves are also zeros.
     if len(high) >= 32 and high.max() < 32 and (low > high.max()).float().mean() >= 0.25:
         wider = "uint32 or int64" if dtype == "uint16" else "int64"
@@ -286,12 +289,15 @@ def load_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
             from tokenizers import Tokenizer as Loaded
 
             loaded: Any = Loaded.from_file(str(file))
-            own, save = own_end(file), partial(copy_tokenizer, file)
+            own = own_end(file)
+            save = partial(copy_tokenizer, file)
         else:
             from transformers import AutoTokenizer
 
             whole = AutoTokenizer.from_pretrained(name)
-            loaded, own, save = whole.backend_tokenizer, whole.eos_token, whole.save_pretrained
+            loaded = whole.backend_tokenizer
+            own = whole.eos_token
+            save = whole.save_pretrained
     except ModuleNotFoundError as error:
         if error.name not in ("tokenizers", "transformers"):
             raise

@@ -235,7 +235,8 @@ def who_is_not_finite(me: Trainer, batches: list[Batch]) -> str:
 @torch.no_grad()
 def validate(me: Trainer, sampler: Sampler) -> float:
     """Loss per token over the first `eval_samples` held-out samples, split over the data-parallel ranks."""
-    dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
+    dp = me.mesh.sizes["dp"]
+    place = me.mesh.place["dp"]
     at_once = me.pipeline.schedule.micro_batches if me.pipeline else 1
     every = sampler.held_out(me.config.eval_samples, me.config.micro_batch, place, dp, at_once)
     batches = [shard_batch(me, batch) for batch in every]
@@ -288,7 +289,9 @@ class Reading:
     """Values in flight from the device to the host. `values` waits for this copy, not for later work."""
 
     def __init__(self, numbers: Tensor, since: torch.cuda.Event | None = None) -> None:
-        self.numbers, self.since, self.done = numbers, since, None
+        self.numbers = numbers
+        self.since = since
+        self.done = None
         if numbers.is_cuda:
             self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self.numbers.copy_(numbers, non_blocking=True)
@@ -381,7 +384,8 @@ def load_weights(model: nn.Module, mesh: Mesh, folder: str) -> Mapping[str, Tens
 
 def make_pipeline(me: Trainer, schedule: Schedule, stages: dict[tuple[int, int], nn.Module]) -> Pipeline:
     """Chapter 06's executor with the stages of this rank."""
-    config, model = me.config, me.model
+    config = me.config
+    model = me.model
     length = len(me.positions) // (config.tp if config.sequence_parallel else 1)
     hidden = (config.micro_batch, length, model.config.hidden)
     return Pipeline(

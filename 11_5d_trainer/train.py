@@ -202,7 +202,8 @@ def read_data(config: Config, given: dict[str, Any], resume: tuple | None) -> Co
 
 def check_apart(config: Config) -> None:
     """Raise UsageError if a run would write into its own text or over the model that it starts from."""
-    folder, data = Path(config.out or "runs").resolve(), Path(config.data).resolve()
+    folder = Path(config.out or "runs").resolve()
+    data = Path(config.data).resolve()
     prepared = any((data / name).exists() for name in ("train.bin", "mixture.json"))
     if config.data and data.is_dir() and not prepared and folder.is_relative_to(data):
         what = f"--out {config.out or folder} lies in --data {config.data}"
@@ -338,9 +339,11 @@ class Launched:
 
 def train(plan: Plan, folder: Path, stop: Stop | None = None) -> list[Log]:
     """Train as planned on all ranks of the world, writing into `folder`. Returns the log's lines."""
-    config, stop = plan.config, stop or Stop()
+    config = plan.config
+    stop = stop or Stop()
     run = Run(plan, folder)
-    me, first = run.me, run.first
+    me = run.me
+    first = run.first
     if first == 0:
         run.evaluate(0)
     run.begin()
@@ -348,7 +351,8 @@ def train(plan: Plan, folder: Path, stop: Stop | None = None) -> list[Log]:
     under_way: Launched | None = None
     asked: Reading | None = None  # the vote of the step before
     for step in run.bar:
-        start, lr = time.perf_counter(), learning_rate(step, config)
+        start = time.perf_counter()
+        lr = learning_rate(step, config)
         for parameters in (group for owner in me.owners for group in owner.param_groups):
             parameters["lr"] = lr
         batches = run.next_batches()
@@ -385,11 +389,15 @@ class Run:
     """What a run has besides its trainer: data, log, checkpoints. All ranks call its methods together."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.config, self.folder = plan, plan.config, folder
-        config, self.leader = plan.config, dist.get_rank() == 0
+        self.plan = plan
+        self.config = plan.config
+        self.folder = folder
+        config = plan.config
+        self.leader = dist.get_rank() == 0
         me = make_trainer(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
         cut = (config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
-        self.training, self.held_out = Sampler(plan.corpus.rows, *cut), Sampler(plan.corpus.held_out, *cut)
+        self.training = Sampler(plan.corpus.rows, *cut)
+        self.held_out = Sampler(plan.corpus.held_out, *cut)
         self.me, self.first = me, 0
         if plan.resume:
             self.first = resume(plan, me, self.training)
@@ -420,7 +428,8 @@ class Run:
 
     def next_batches(self) -> list[Batch]:
         """This data rank's micro-batches of the next step."""
-        config, dp = self.config, self.me.mesh.sizes["dp"]
+        config = self.config
+        dp = self.me.mesh.sizes["dp"]
         return self.training.step(config.micro_batch, config.accumulation(dp), self.me.mesh.place["dp"], dp)
 
     def evaluate(self, step: int) -> tuple[float, bool]:
@@ -437,7 +446,8 @@ class Run:
         return value, bool(best)
 
     def save(self, step: int, val_loss: float | None) -> None:
-        me, corpus = self.me, self.plan.corpus
+        me = self.me
+        corpus = self.plan.corpus
         progress = checkpoint.Progress(
             step,
             self.training.position,
@@ -454,11 +464,15 @@ class Run:
 
     def arrive(self, launched: Launched) -> None:
         """Wait for the loss and the norm of a step and write them into the log, or end the run."""
-        me, step, found = self.me, launched.step, launched.found
+        me = self.me
+        step = launched.step
+        found = launched.found
         if isinstance(found, Reading):
-            (loss, norm), seconds = found.values(), found.seconds()
+            loss, norm = found.values()
+            seconds = found.seconds()
         else:
-            (loss, norm), seconds = found, time.perf_counter() - launched.start
+            loss, norm = found
+            seconds = time.perf_counter() - launched.start
         line = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": launched.lr, "samples": launched.samples}
         finite = math.isfinite(norm)
         try:
@@ -495,7 +509,10 @@ class Run:
 
     def end(self, early: bool) -> list[Log]:
         """Complete the last checkpoint and print the summary, unless the run was stopped `early`."""
-        config, log, saver, folder = self.config, self.log, self.saver, self.folder
+        config = self.config
+        log = self.log
+        saver = self.saver
+        folder = self.folder
         saver.finish()
         wait_for_weights(self.me)
         self.watch.end()
@@ -519,12 +536,15 @@ class Run:
 def resume(plan: Plan, me: Trainer, training: Sampler) -> int:
     """Go on where a checkpoint ends. Returns how many steps it has done."""
     assert plan.resume is not None
-    config, (_, path, progress) = plan.config, plan.resume
+    config = plan.config
+    _, path, progress = plan.resume
     # --- exercise 11.33: weights, optimizer, step, place in the data and loss scale, all as they were left ---
     like = full_shapes(plan.model, config.mixture(plan.model))
     load_full_state(me.owners, me.model, me.mesh, checkpoint.load(path, like, weight_dtype(config)))
-    first, training.position = progress.step, progress.samples
-    me.scaler.value, me.scaler.good = progress.loss_scale, progress.good_steps
+    first = progress.step
+    training.position = progress.samples
+    me.scaler.value = progress.loss_scale
+    me.scaler.good = progress.good_steps
     # --- end exercise ---
     return first
 
@@ -555,7 +575,8 @@ def evaluate_alone(plan: Plan) -> str:
 
 def describe(plan: Plan, me: Trainer) -> str:
     """The model, the layout and the arithmetic of the global batch, in words."""
-    config, sizes = plan.config, me.mesh.sizes
+    config = plan.config
+    sizes = me.mesh.sizes
     accumulation = config.accumulation(sizes["dp"])
     layout = f"pp {config.pp} x dp {sizes['dp']} x cp {me.mesh.cp} x tp {config.tp}, ZeRO stage {config.zero}"
     if moe := config.mixture(plan.model):
@@ -603,7 +624,8 @@ def show_mesh(plan: Plan, world_size: int) -> str:
 
 def sample(plan: Plan, run: Path, log: "Logger") -> str:
     """Continue the first 32 held-out tokens on this rank alone, from the last checkpoint; also in sample.txt."""
-    config, corpus = plan.config, plan.corpus
+    config = plan.config
+    corpus = plan.corpus
     model, *_ = load_model(str(run), plan.device)
     prompt = corpus.val[None, : min(32, config.seq_len)].long().to(plan.device)
     generator = torch.Generator().manual_seed(config.seed)
@@ -623,7 +645,8 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
     Each rank verifies a part of the checkpoint's files. If one is damaged, all ranks fall back to the
     checkpoint before. Raises UsageError on all ranks if no checkpoint is intact or ranks see different ones.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     seen: list[Any] = [None] * ranks  # no rank writes to the folder before all have checked that it is free
     dist.all_gather_object(seen, str(plan.resume[1]) if plan.resume else "")
     if len(set(seen)) > 1:
@@ -632,7 +655,8 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
         raise UsageError(f"--resume: {' and '.join(what)}; runs must be in a folder that all nodes share")
     if plan.config.evaluate and not plan.resume:
         return plan, Path()
-    lock, said = None, list[Any]([None, None])  # the run's folder, or why there is none
+    lock = None
+    said = list[Any]([None, None])  # the run's folder, or why there is none
     if rank == 0 and not plan.config.evaluate:
         try:
             folder = plan.resume[0] if plan.resume else new_folder(plan.config.out)
@@ -668,7 +692,8 @@ def agree(plan: Plan) -> tuple[Plan, Path]:
 
 def new_folder(out: str) -> Path:
     """`--out`, or a folder of runs/ that no other run has made in this second."""
-    folder, time_now = Path(out), f"runs/{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(out)
+    time_now = f"runs/{datetime.now():%Y%m%d-%H%M%S}"
     try:
         if out:
             folder.mkdir(parents=True, exist_ok=True)
@@ -691,7 +716,8 @@ class Logger:
         self.unwritten: set[str] = set()
         self.lines: list[Log] = []
         self.bar = leader and sys.stderr.isatty()  # without a terminal, lines are printed instead
-        self.steps, self.told = config.steps, -math.inf
+        self.steps = config.steps
+        self.told = -math.inf
         self.file: IO[str] | None = None
         if not leader:
             return
@@ -787,7 +813,8 @@ def main() -> int:
     try:
         connect(plan.device, plan.config.timeout)
     except dist.DistError as error:
-        where, why = ":".join(os.environ[f"MASTER_{part}"] for part in ("ADDR", "PORT")), str(error).splitlines()[0]
+        where = ":".join(os.environ[f"MASTER_{part}"] for part in ("ADDR", "PORT"))
+        why = str(error).splitlines()[0]
         print(f"train.py: rank {rank} cannot meet the others at {where} ({why})", file=sys.stderr)
         return 4
     if plan.config.zero_offload and plan.device.type == "cuda":  # torchrun gives it one core
@@ -842,8 +869,10 @@ def waited_for_another_rank(error: RuntimeError) -> None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == here]
     where = f"{frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else "a collective"
     reason = str(error).strip().splitlines()[0]
-    rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    noted, answers = threading.Event(), list[list[int]]()
+    rank = dist.get_rank()
+    ranks = range(dist.get_world_size())
+    noted = threading.Event()
+    answers = list[list[int]]()
 
     def ask() -> None:
         with contextlib.suppress(Exception):  # the process with the store has ended
@@ -856,7 +885,8 @@ def waited_for_another_rank(error: RuntimeError) -> None:
 
     # A request to a store whose process is stuck has no timeout, so a thread makes it. If that process has
     # ended, torch writes a C++ stack to stderr on every rank.
-    asking, stderr = threading.Thread(target=ask, daemon=True), os.dup(2)
+    asking = threading.Thread(target=ask, daemon=True)
+    stderr = os.dup(2)
     sys.stderr.flush()
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)

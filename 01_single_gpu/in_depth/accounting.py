@@ -139,7 +139,9 @@ def activations(
     kernel     "fused" (`attention` on the CPU: q, k, v, out and the log-sum-exp) or "explicit" (`attention_math`)
     recompute  "none", "selective" or "full", as in `Llama`
     """
-    c, e, T = config, element, batch * seq
+    c = config
+    e = element
+    T = batch * seq
     wide = max(e, 4)  # statistics, probabilities and the loss are taken in fp32 or better
     # --- exercise 1.30: every byte that forward leaves behind for backward ---
     norm = T * (c.hidden * wide + c.hidden * e + wide) + T * c.hidden * e  # input, normalised, 1/rms; the output
@@ -188,7 +190,8 @@ def forward_flops(config: LlamaConfig, batch: int, seq: int) -> dict[str, int]:
     Attention counts the full [S, S] square, although a causal kernel may skip half of it. PaLM has the same
     convention (2204.02311, appendix B), so values are comparable between papers.
     """
-    c, T = config, batch * seq
+    c = config
+    T = batch * seq
     return {
         "projections": c.layers * 2 * T * 2 * c.hidden * (c.attention_width + c.kv_heads * c.head_dim),
         "attention core": c.layers * 4 * batch * seq * seq * c.attention_width,  # q kᵀ and probabilities · v
@@ -384,7 +387,9 @@ def main() -> int:
         held = held_by_training(recipe, TINY)
         exact(f"bytes held: {recipe.name}", recipe.bytes_per_parameter() * parameters(TINY), held)
 
-    config, batch, seq = LlamaConfig(layers=2), 2, 64
+    config = LlamaConfig(layers=2)
+    batch = 2
+    seq = 64
     tokens = torch.randint(config.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0))
     for kernel, function in {"fused": attention, "explicit": attention_math}.items():
         for mode in MODES:

@@ -160,7 +160,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Pairing i with i + D/2 (not 2i with 2i + 1 as in the paper) is the layout of Hugging Face's Llama weights.
     """
     # --- exercise 1.22: rotate each pair by its angle; the product is taken in fp32 ---
-    cos, sin = cos[..., None, :], sin[..., None, :]  # [..., S, D/2] -> [..., S, 1, D/2]: alike for all heads
+    cos = cos[..., None, :]
+    sin = sin[..., None, :]  # [..., S, D/2] -> [..., S, 1, D/2]: alike for all heads
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
     # --- end exercise ---
@@ -171,7 +172,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
     With `enable_gqa` the kernel reads each K/V head G times, and no G copies of it are written to memory.
     """
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, S, N, D] -> [B, N, S, D]
+    q = q.transpose(1, 2)  # [B, S, N, D] -> [B, N, S, D]
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
@@ -263,7 +266,8 @@ def linears_of_one_input(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tenso
     """
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
+        x = x.to(dtype)
+        weights = [weight.to(dtype) for weight in weights]
     return OneInput.apply(x, *weights)
 
 
@@ -338,7 +342,8 @@ class RMSNorm(nn.Module):
     def __init__(self, config: LlamaConfig, parts: Parts, size: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size or config.hidden))
-        self.eps, self.parts = config.norm_eps, parts
+        self.eps = config.norm_eps
+        self.parts = parts
 
     def forward(self, x: Tensor) -> Tensor:
         return self.parts.norm(x, self.weight, self.eps)
@@ -354,8 +359,10 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, parts: Parts) -> None:
         super().__init__()
-        self.head_dim, self.parts = config.head_dim, parts
-        lora, kv_width = (config.lora_rank, config.lora_scale), config.kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.parts = parts
+        lora = (config.lora_rank, config.lora_scale)
+        kv_width = config.kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden, config.attention_width, parts, config.qkv_bias, lora)
         self.k_proj = Linear(config.hidden, kv_width, parts, config.qkv_bias, lora)
         self.v_proj = Linear(config.hidden, kv_width, parts, config.qkv_bias, lora)
@@ -368,8 +375,10 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         # q [B, S, N, D], k and v [B, S, N_kv, D]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.parts.rope(q, cos, sin), self.parts.rope(k, cos, sin)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = self.parts.rope(q, cos, sin)
+        k = self.parts.rope(k, cos, sin)
         out = self.parts.attention(q, k, v, causal=True)
         return self.o_proj(out.flatten(-2))  # [B, S, N, D] -> [B, S, N D] -> [B, S, H]
 
@@ -441,7 +450,8 @@ class Llama(nn.Module):
         super().__init__()
         if recompute not in MODES:
             raise ValueError(f"recompute {recompute!r} must be one of {', '.join(MODES)}")
-        self.config, self.parts = config, parts or Parts()
+        self.config = config
+        self.parts = parts or Parts()
         self.model = Decoder(config, self.parts, recompute, feed_forward)
         self.lm_head = Linear(config.hidden, config.vocab_size, self.parts)
         if config.tied:

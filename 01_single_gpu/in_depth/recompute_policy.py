@@ -154,7 +154,8 @@ def with_policies(model: Llama, policies: Sequence[str], host: Host | None = Non
 
 def block_bytes(config: LlamaConfig, batch: int, seq: int, policy: str) -> int:
     """Bytes that one block saves for backward on the device, fp32."""
-    c, T = config, batch * seq
+    c = config
+    T = batch * seq
     if policy == HOST:
         return 0
     if policy == "products":
@@ -199,7 +200,8 @@ def kept(model: Llama, tokens: Tensor, host: Host | None = None) -> tuple[int, i
     (Live tensors are counted, because autograd's saved tensors do not include a selective checkpoint's.)
     """
     with Peak([tokens, list(model.parameters())]) as meter:
-        before, loss = meter.now, next_token_loss(model, tokens)
+        before = meter.now
+        loss = next_token_loss(model, tokens)
         away = host.bytes if host else 0
         after = meter.now - away  # in this demo the host and the device share one memory
     del loss
@@ -254,7 +256,9 @@ def main() -> int:
     if parser.parse_args().tables:
         print(table())
         return 0
-    report, config, (B, S) = Report(), LlamaConfig(hidden=64, layers=3, intermediate=172), (2, 48)
+    report = Report()
+    config = LlamaConfig(hidden=64, layers=3, intermediate=172)
+    B, S = (2, 48)
     tokens = torch.randint(config.vocab_size, (B, S), generator=torch.Generator().manual_seed(0))
     most = config.layers * block_bytes(config, B, S, "keep")
     plans = [[policy] * config.layers for policy in POLICIES]
@@ -271,7 +275,8 @@ def main() -> int:
         errors = [(got[at] - want[at]).abs().max() / want[at].abs().max() for at in want]
         error = torch.stack(errors).max().item()  # NaN if any error is NaN
         report.add(f"gradients: {name}", "<= 1e-10", f"{error:.1e}", error <= 1e-10)
-        size, on_host = predicted(config, B, S, plan), predicted_on_host(config, B, S, plan)
+        size = predicted(config, B, S, plan)
+        on_host = predicted_on_host(config, B, S, plan)
         model = Llama(config)
         host = Host(model)
         measured, measured_on_host = kept(with_policies(model, plan, host), tokens, host)

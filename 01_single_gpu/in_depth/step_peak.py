@@ -61,7 +61,8 @@ def whole_block(config: LlamaConfig, batch: int, seq: int, precision: str) -> in
     Under autocast the residual stream and the norms stay fp32. Five matrices read a norm's output, and each
     casts it again (autocast caches casts of weights only). All these casts are saved.
     """
-    c, T = config, batch * seq
+    c = config
+    T = batch * seq
     if precision != "bf16 autocast":
         kept = activations(c, batch, seq, 4 if precision == "fp32" else 2)
         return sum(size for name, size in kept.items() if name not in AROUND) // c.layers
@@ -69,14 +70,16 @@ def whole_block(config: LlamaConfig, batch: int, seq: int, precision: str) -> in
     norms = 2 * T * (4 * c.hidden + 4 * c.hidden + 4)  # the input, the normalised input, 1 / rms: fp32
     casts = (3 + 2) * T * 2 * c.hidden  # for q, k, v; for gate, up
     attention = T * (2 * (c.hidden + 2 * c.kv_heads * c.head_dim) + 4 * c.heads)  # q, k, v; the log-sum-exp is fp32
-    out, mlp = T * 2 * c.hidden, 4 * T * 2 * c.intermediate
+    out = T * 2 * c.hidden
+    mlp = 4 * T * 2 * c.intermediate
     return norms + casts + attention + out + mlp + 2 * block_matrices(c)  # and the cast weights
     # --- end exercise ---
 
 
 def kept_for_backward(config: LlamaConfig, batch: int, seq: int, precision: str, recompute: str) -> dict[str, int]:
     """Bytes that autograd saves from forward to backward, without tokens and labels, stored anyway."""
-    c, T = config, batch * seq
+    c = config
+    T = batch * seq
     if precision != "bf16 autocast":
         kept = activations(c, batch, seq, 4 if precision == "fp32" else 2, "fused", recompute)
         blocks = sum(size for name, size in kept.items() if name not in AROUND)
@@ -109,9 +112,11 @@ def step_moments(
     config: LlamaConfig, batch: int, seq: int, micro_batches: int, precision: str, recompute: str
 ) -> dict[str, int]:
     """Bytes alive at each moment that can be the peak of a step."""
-    c, T = config, batch * seq
+    c = config
+    T = batch * seq
     kept = kept_for_backward(c, batch, seq, precision, recompute)
-    all_kept, e = sum(kept.values()), 4 if precision == "fp32" else 2  # e: bytes of what matrices multiply
+    all_kept = sum(kept.values())
+    e = 4 if precision == "fp32" else 2  # bytes of what matrices multiply
     stream = 4 if precision == "bf16 autocast" else e  # of the residual stream and its gradient
     base = held(c, batch, seq, micro_batches, precision)
     # --- exercise 1.33: the spikes ---
@@ -124,7 +129,8 @@ def step_moments(
         block += stream * c.vocab_size * c.hidden
     if recompute == "full":  # recomputed tensors, without the input (bf16 weights: an fp32 copy in a norm)
         block += whole_block(c, batch, seq, precision) - (0 if precision == "bf16 weights" else stream * T * c.hidden)
-    wide, weight = T * c.intermediate, c.hidden * c.intermediate
+    wide = T * c.intermediate
+    weight = c.hidden * c.intermediate
     spike = max(2 * e * wide, e * (wide + weight))  # of silu(gate) and up; or of `down` and of what it read
     if precision == "bf16 autocast":
         # `down`: also the gradient cast to bf16, then its weight's gradient cast back, without the cast.
@@ -234,7 +240,8 @@ def main() -> int:
     if parser.parse_args().tables:
         print(table())
         return 0
-    report, config = Report(), LlamaConfig(hidden=64, layers=2, intermediate=172)
+    report = Report()
+    config = LlamaConfig(hidden=64, layers=2, intermediate=172)
     for precision in PRECISIONS:
         for mode in MODES:
             where, predicted = peak(config, 3, 32, 2, precision, mode)

@@ -250,7 +250,8 @@ def draw_timeline(timeline: list[Moment], png: Path) -> bool:
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     # The time axis counts events, not milliseconds, which the optimizer's slow first call would dominate.
-    events, held = range(len(timeline)), [moment[3] / 2**20 for moment in timeline]
+    events = range(len(timeline))
+    held = [moment[3] / 2**20 for moment in timeline]
     for phase, color in {"forward": "#9ecae1", "backward": "#fdae6b", "optimizer": "#a1d99b"}.items():
         inside = [moment[2] == phase for moment in timeline]
         axes.fill_between(events, held, where=inside, step="post", color=color, label=phase)
@@ -295,7 +296,8 @@ def accumulation_error() -> float:
     tokens, labels = next_token_pairs(windows.flatten(0, 1))  # [6, 7]: two samples in each micro-batch
     count = torch.tensor([7, 7, 5, 0, 1, 0])  # valid labels of each sample
     labels = labels.masked_fill(torch.arange(7) >= count[:, None], IGNORE)
-    many, one = Llama(TINY).double(), Llama(TINY).double()
+    many = Llama(TINY).double()
+    one = Llama(TINY).double()
     accumulate(many, list(zip(tokens.split(2), labels.split(2), strict=True)))
     accumulate(one, [(tokens, labels)])
     pairs = zip(many.parameters(), one.parameters(), strict=True)
@@ -381,14 +383,17 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    report, config, device = Report(), args.config, args.device
+    report = Report()
+    config = args.config
+    device = args.device
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # a second thread gains little for small matrices, and costs on a busy one
     precision = torch.autocast(device.type, torch.bfloat16) if args.bf16 else None
     model = Llama(config, recompute=args.recompute)
     init_weights(model, args.seed)
     optimizer = adamw(model.to(device), args.lr)
-    data, generator = stdlib_bytes(), torch.Generator().manual_seed(args.seed)
+    data = stdlib_bytes()
+    generator = torch.Generator().manual_seed(args.seed)
     losses: list[float] = []
     seconds: list[float] = []
 
@@ -415,14 +420,16 @@ def main() -> int:
         step()
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
 
-    formula, built = parameters(config), sum(p.numel() for p in model.parameters())
+    formula = parameters(config)
+    built = sum(p.numel() for p in model.parameters())
     report.add("parameters: formula, built", f"{formula:,}", f"{built:,}", formula == built)
     error = accumulation_error()
     report.add("gradients: uneven micro-batches, one batch", "< 1e-10", f"{error:.1e}", error < 1e-10)
     per_step = f"{args.global_batch} samples, {args.global_batch * args.seq:,} tokens"
     report.add(f"global batch: {args.micro_batch} x {args.accumulation} x 1 rank", "", per_step)
     goal = 0.75 * math.log(config.vocab_size)  # ln V is the loss of uniform predictions
-    judged, last = args.steps >= 40, statistics.fmean(losses[-10:])  # the loss of a single batch is noisy
+    judged = args.steps >= 40
+    last = statistics.fmean(losses[-10:])  # the loss of a single batch is noisy
     expected = f"last < {goal:.2f}" if judged else "(judged from 40 steps on)"
     report.add(
         "loss, first step -> mean of the last ten",

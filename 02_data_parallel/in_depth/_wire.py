@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from collectives import COLLECTIVES
 
-SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1  # Linux, include/uapi/linux/sockios.h and if.h
+SIOCGIFFLAGS = 0x8913
+SIOCSIFFLAGS = 0x8914
+IFF_UP = 1  # Linux, include/uapi/linux/sockios.h and if.h
 
 
 def why_not() -> str:
@@ -74,7 +76,8 @@ def one_rank(rank: int, ranks: int, numel: int, store: str) -> dict[str, int]:
 
 
 def main() -> None:
-    ranks, numel = int(sys.argv[1]), int(sys.argv[2])
+    ranks = int(sys.argv[1])
+    numel = int(sys.argv[2])
     loopback_up()
     with tempfile.TemporaryDirectory() as folder:
         children = []

@@ -75,7 +75,8 @@ def exchange(group: Group, sends: Sequence[Message] = (), receives: Sequence[Mes
 
 def place(group: Group, root: int = 0) -> tuple[int, int]:
     """(my rank in the group, number of its ranks). ValueError if I am not in it, or if the root is not."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world = dist.get_world_size(group)
     if rank < 0:
         raise ValueError(f"global rank {dist.get_rank()} is not in this group, so it cannot take part")
     if not 0 <= root < world:
@@ -132,7 +133,8 @@ def broadcast_tree(tensor: Tensor, root: int, group: Group) -> None:
         distance 4:   0>4  1>5  2>6  3>7
     """
     rank, world = place(group, root)
-    data, seat = flat(tensor), (rank - root) % world
+    data = flat(tensor)
+    seat = (rank - root) % world
     for k in range(doublings(world)):
         distance = 2**k
         # --- exercise 2.22: seats below `distance` have the tensor; which send to which in this round? ---
@@ -170,7 +172,8 @@ def reduce_tree(tensor: Tensor, root: int, group: Group, op: Op = torch.add) -> 
         distance 1:   1>0                     0 has all eight
     """
     rank, world = place(group, root)
-    data, seat = flat(tensor), (rank - root) % world
+    data = flat(tensor)
+    seat = (rank - root) % world
     arrived = torch.empty_like(data)
     for k in reversed(range(doublings(world))):
         distance = 2**k
@@ -242,10 +245,12 @@ def ring_gather(chunks: list[Tensor], group: Group) -> None:
         rank 3   . . . D    . . C D    . B C D    A B C D
     """
     rank, world = place(group)
-    left, right = (rank - 1) % world, (rank + 1) % world
+    left = (rank - 1) % world
+    right = (rank + 1) % world
     for step in range(world - 1):
         # --- exercise 2.23: which chunk goes to the right in this step, and which one comes from the left? ---
-        going, coming = (rank - step) % world, (rank - step - 1) % world
+        going = (rank - step) % world
+        coming = (rank - step - 1) % world
         exchange(group, sends=[(chunks[going], right)], receives=[(chunks[coming], left)])
         # --- end exercise ---
 
@@ -281,11 +286,13 @@ def ring_reduce(chunks: list[Tensor], sums: list[Tensor], group: Group, op: Op) 
                     start          step 0               step 1                    step 2
     """
     rank, world = place(group)
-    left, right = (rank - 1) % world, (rank + 1) % world
+    left = (rank - 1) % world
+    right = (rank + 1) % world
     scratch = torch.empty_like(chunks[0])
     for step in range(world - 1):
         # --- exercise 2.24: send the partial sum of the last step, receive another, and add my values to it ---
-        going, coming = (rank - step - 1) % world, (rank - step - 2) % world
+        going = (rank - step - 1) % world
+        coming = (rank - step - 2) % world
         outgoing = chunks[going] if step == 0 else sums[going]
         arrived = scratch[: chunks[coming].numel()]
         exchange(group, sends=[(outgoing, right)], receives=[(arrived, left)])
@@ -337,11 +344,13 @@ def all_to_all(
     is a pairwise exchange: in a round all ranks send equally far to the right, so each rank has one sender.
     """
     rank, world = place(group)
-    going, coming = pieces_of("in_splits", tensor, in_splits, world), pieces_of("out_splits", out, out_splits, world)
+    going = pieces_of("in_splits", tensor, in_splits, world)
+    coming = pieces_of("out_splits", out, out_splits, world)
     check("the piece of out from this rank itself", coming[rank], going[rank].numel(), tensor)
     coming[rank].copy_(going[rank])
     for step in range(1, world):
-        right, left = (rank + step) % world, (rank - step) % world
+        right = (rank + step) % world
+        left = (rank - step) % world
         exchange(group, sends=[(going[right], right)], receives=[(coming[left], left)])
 
 
@@ -387,7 +396,9 @@ def cost(name: str, world: int) -> tuple[int, float]:
     the bytes of one rank: in reduce_tree no rank sends more than n, but ⌈log2 P⌉ such messages follow each
     other. The additions are left out.
     """
-    others, log2, ring = world - 1, doublings(world), (world - 1) / world
+    others = world - 1
+    log2 = doublings(world)
+    ring = (world - 1) / world
     return {
         "broadcast_naive": (others, others),
         "broadcast_tree": (log2, log2),
@@ -417,7 +428,8 @@ def bytes_sent(name: str, numel: int, element_size: int, world: int, rank: int, 
     The full tensor of a gather or all-gather is `out`. An all-to-all must split like `chunks_of`.
     """
     size = [numel // world + (i < numel % world) for i in range(world)]
-    mine, next_one = size[rank], size[(rank + 1) % world]
+    mine = size[rank]
+    next_one = size[(rank + 1) % world]
     seat = (rank - root) % world
     up = int(seat > 0)  # every rank but the root sends once towards the root
     down = sum(seat < 2**k and seat + 2**k < world for k in range(doublings(world)))  # children in the tree
@@ -458,11 +470,15 @@ def compare(name: str, x: Tensor, root: int, group: Group) -> float:
     A gather or all-gather starts from x's chunk `rank`. torch.distributed needs equal chunks, so pad them.
     """
     rank, world = place(group)
-    call, chunks, is_root = COLLECTIVES[name], chunks_of(x, world), rank == root
+    call = COLLECTIVES[name]
+    chunks = chunks_of(x, world)
+    is_root = rank == root
     sizes = [chunk.numel() for chunk in chunks]
     padded = [torch.cat([chunk, x.new_zeros(sizes[0] - chunk.numel())]) for chunk in chunks]
-    got, want = x.clone(), x.clone()
-    rows, row = [torch.empty_like(chunk) for chunk in padded], torch.empty_like(padded[0])
+    got = x.clone()
+    want = x.clone()
+    rows = [torch.empty_like(chunk) for chunk in padded]
+    row = torch.empty_like(padded[0])
     if name == "barrier":
         call(group, x.device)
     elif name.startswith("broadcast"):
@@ -514,7 +530,8 @@ def main() -> None:
     if not 0 <= numel <= 10**9:
         parser.error(f"--numel {numel}: use 0 to 1000000000")
 
-    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the {gpus} GPUs here")
     on_gpu = gpus > 0

@@ -185,8 +185,12 @@ class Reducer:
         if early and all_reduce is not None:
             raise ValueError("an all_reduce of your own blocks, so nothing can be early: use early=False")
         self.names = {p: name for name, p in reversed(named) if p.requires_grad}  # in the order of backward
-        self.group, self.early, self.rebuild = group, early, rebuild
-        self.main_grads, self.find_unused, self.all_reduce = main_grads, find_unused, all_reduce
+        self.group = group
+        self.early = early
+        self.rebuild = rebuild
+        self.main_grads = main_grads
+        self.find_unused = find_unused
+        self.all_reduce = all_reduce
         self.bucket_bytes, self.first_bytes = bucket_bytes, first_bytes
         self.make_buckets(list(self.names))
         self.events: list[tuple[str, str | int]] = []
@@ -202,7 +206,8 @@ class Reducer:
         self.flats: list[Tensor] = []  # one for each bucket
         self.views: dict[nn.Parameter, Tensor] = {}  # each gradient's view of its bucket
         for bucket in self.buckets:
-            sizes, dtype = [p.numel() for p in bucket], torch.float32 if self.main_grads else bucket[0].dtype
+            sizes = [p.numel() for p in bucket]
+            dtype = torch.float32 if self.main_grads else bucket[0].dtype
             self.flats.append(torch.zeros(sum(sizes), dtype=dtype, device=bucket[0].device))
             for p, part in zip(bucket, self.flats[-1].split(sizes), strict=True):
                 self.views[p] = part.view_as(p)
@@ -219,7 +224,8 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate gradients on this rank and send nothing."""
-        before, self.syncing = self.syncing, False
+        before = self.syncing
+        self.syncing = False
         try:
             yield
         finally:
@@ -250,7 +256,8 @@ class Reducer:
 
     def into_bucket(self, param: nn.Parameter) -> None:
         """Put the parameter's gradient of this step into its bucket, zeros if there is none."""
-        view, stale = self.views[param], param in self.stale
+        view = self.views[param]
+        stale = param in self.stale
         self.stale.discard(param)
         if self.main_grads:
             if param.grad is None and stale:
@@ -265,7 +272,8 @@ class Reducer:
         elif param.grad is not view:
             index = self.bucket_of[param]
             if len(self.buckets[index]) == 1 and param.grad.is_contiguous():  # then the gradient *is* the bucket
-                self.flats[index], self.views[param] = param.grad.view(-1), param.grad
+                self.flats[index] = param.grad.view(-1)
+                self.views[param] = param.grad
             else:
                 view.copy_(param.grad)
                 param.grad = view
@@ -308,7 +316,8 @@ class Reducer:
     def rebuild_buckets(self) -> None:
         """Once, order the buckets as rank 0 completed its gradients."""
         self.rebuild = False
-        names, parameters = list(self.names.values()), list(self.names)
+        names = list(self.names.values())
+        parameters = list(self.names)
         seen = [names.index(name) for what, name in self.events if what == "ready"]
         seen += [i for i in range(len(names)) if i not in seen]
         order = torch.tensor(seen, device=device_of(self.group))
@@ -359,9 +368,12 @@ class Block(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+        self.norm1 = nn.RMSNorm(hidden)
+        self.norm2 = nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 of [B, N, S, D]
@@ -405,7 +417,8 @@ def make_batch(step: int, ranks: int, micro_batches: int = 2) -> list[list[Micro
     count = ranks * micro_batches * rows
     starts = (torch.arange(count) + step * count) * length % (len(data) - length - 1)
     text = data[starts[:, None] + torch.arange(length + 1)].unflatten(0, (ranks, micro_batches, rows))
-    tokens, labels = text[..., :-1], text[..., 1:].clone()  # [rank, micro-batch, B, S]
+    tokens = text[..., :-1]
+    labels = text[..., 1:].clone()  # [rank, micro-batch, B, S]
     for rank in range(ranks):
         labels[rank, ..., length * (ranks - rank) // ranks :] = IGNORE
     if count > rows:
@@ -421,11 +434,14 @@ class WireCounter(TorchDispatchMode):
 
     def __init__(self, ranks: int):
         super().__init__()
-        self.ranks, self.all_reduces, self.bytes = ranks, 0, 0.0
+        self.ranks = ranks
+        self.all_reduces = 0
+        self.bytes = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d" and func._opname in ("allreduce_", "send"):
-            reduces, payload = func._opname == "allreduce_", sum(tensor.nbytes for tensor in args[0])
+            reduces = func._opname == "allreduce_"
+            payload = sum(tensor.nbytes for tensor in args[0])
             self.all_reduces += reduces
             self.bytes += payload * 2 * (self.ranks - 1) / self.ranks if reduces else payload  # the ring algorithm's
         return func(*args, **(kwargs or {}))
@@ -462,7 +478,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--bucket-kib {args.bucket_kib}: --version {args.version} has no buckets; leave it out")
     if args.all_reduce == "ring" and args.version != "naive":
         parser.error(f"--all-reduce ring blocks, so --version {args.version} cannot overlap it; use --version naive")
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
     return args
@@ -480,12 +497,14 @@ def make_reducer(args: argparse.Namespace, model: nn.Module, group: dist.Process
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Three steps next to the reference; prints the table on rank 0 and returns what is wrong."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     torch.manual_seed(rank)  # on purpose different on all ranks, to test broadcast_parameters
     model = Decoder().to(device, torch.float64)
     broadcast_parameters(model, group)
     reference = deepcopy(model)  # the reference runs the full global batch on one rank
-    reducer, counter = make_reducer(args, model, group), WireCounter(ranks)
+    reducer = make_reducer(args, model, group)
+    counter = WireCounter(ranks)
     watched = {0: counter}
     if args.profile:  # open the file in https://ui.perfetto.dev or chrome://tracing
         file = str(args.profile / f"rank{rank}.json")
@@ -548,7 +567,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
-    rank, wrong = dist.get_rank(), demo(args, dist.group.WORLD, device)
+    rank = dist.get_rank()
+    wrong = demo(args, dist.group.WORLD, device)
     gc.collect()  # with a reference left, the group's threads would still run when Python ends
     dist.destroy_process_group()
     if rank == 0:

@@ -35,9 +35,12 @@ class Block(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+        self.norm1 = nn.RMSNorm(hidden)
+        self.norm2 = nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
@@ -83,7 +86,8 @@ def make_batch(
     count = ranks * micro_batches * rows
     begin = (torch.arange(count) + step * count) * length % (len(data) - length - 1)
     text = data[begin[:, None] + torch.arange(length + 1)].unflatten(0, (ranks, micro_batches, rows))
-    tokens, labels = text[..., :-1], text[..., 1:].clone()  # [rank, micro-batch, B, S]
+    tokens = text[..., :-1]
+    labels = text[..., 1:].clone()  # [rank, micro-batch, B, S]
     for rank in range(ranks):
         labels[rank, ..., length * (ranks - rank) // ranks :] = IGNORE
     return [list(zip(*part, strict=True)) for part in zip(tokens, labels, strict=True)]
@@ -138,7 +142,8 @@ def error_against_the_unsharded_model(
     make: Callable[..., Any], group: dist.ProcessGroup, device: torch.device
 ) -> float:
     """Largest error of losses, gradients and weights in three float64 SGD steps against the full model."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     torch.manual_seed(0)
     reference = Decoder().to(device, torch.float64)
     torch.manual_seed(rank)  # on purpose different on all ranks, until sharding broadcasts rank 0's weights
@@ -173,7 +178,9 @@ class WireCounter(TorchDispatchMode):
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__()
-        self.name, self.ranks, self.bytes = group.group_name, dist.get_world_size(group), 0.0
+        self.name = group.group_name
+        self.ranks = dist.get_world_size(group)
+        self.bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname not in ("recv_", "barrier", "monitored_barrier_"):
@@ -211,7 +218,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_checked(self) -> argparse.Namespace:
         args = self.parse_args()
-        local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = torch.cuda.device_count()
         if 0 < gpus < local:
             self.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
         return args
@@ -258,7 +266,8 @@ def measure(
 
     `make(stage, model, optimizer, group, units=, master=)` is `make_zero` of zero3.py; stage 0 needs none.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     torch.manual_seed(0)
     model = Decoder().to(device, torch.bfloat16)
     batch = [(x.to(device), y.to(device)) for x, y in make_batch(0, ranks, micro_batches=1)[rank]]

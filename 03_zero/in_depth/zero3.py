@@ -102,7 +102,9 @@ class Unit:
     """Weights that are gathered and dropped together, in `buckets` of one dtype, trainable or frozen."""
 
     def __init__(self, index: int, name: str, module: nn.Module):
-        self.index, self.name, self.module = index, name, module
+        self.index = index
+        self.name = name
+        self.module = module
         self.trainable: list[int] = []  # indices of its buckets in Zero3.buckets
         self.buckets: list[Bucket] = []
         self.flats: list[Tensor] = []  # [padded] while gathered; no storage while dropped
@@ -157,7 +159,9 @@ class Zero3(Zero2):
         prefetch: bool = True,
         **options: Any,
     ):
-        self.keep, self.prefetching, self.in_backward = keep, prefetch, False
+        self.keep = keep
+        self.prefetching = prefetch
+        self.in_backward = False
         self.units = [Unit(i, f"unit {i}", unit) for i, unit in enumerate(units)]
         self.root = Unit(len(self.units), "root", module)
         super().__init__(module, optimizer, group, master=master, **options)  # hooks=, reduce_scatter=, all_gather=
@@ -169,7 +173,8 @@ class Zero3(Zero2):
 
     def make_buckets(self) -> list[Bucket]:
         """One bucket for each unit, dtype and device; last unit first, in the order of backward."""
-        names, every = self.everything, set(self.module.parameters())
+        names = self.everything
+        every = set(self.module.parameters())
         owner: dict[nn.Parameter, Unit] = {}
         for unit in self.units:
             for p in unit.module.parameters():
@@ -422,7 +427,8 @@ def main() -> None:
             return made[-1]
 
         rows = demo(3, make, group, device)
-        events, units = made[0].events, len(made[0].units)  # of the last step
+        events = made[0].events
+        units = len(made[0].units)  # of the last step
         made.clear()  # it refers to the group, which is destroyed next
         early = all(
             events.index(("gather", f"unit {n + 1}")) < events.index(("forward done", f"unit {n}"))

@@ -127,7 +127,8 @@ def main() -> None:
             print("\n".join(paper_tables()))
             print(f"measured: a decoder in bf16 with AdamW on {ranks} {device.type} rank(s), not sharded\n")
         held, psi, _, sent = measure(0, group, device)
-        must_hold, must_send = round(psi * bytes_per_parameter(0, ranks)), bytes_sent(0, ranks, 2 * psi)
+        must_hold = round(psi * bytes_per_parameter(0, ranks))
+        must_send = bytes_sent(0, ranks, 2 * psi)
         rows = [
             (f"stage 0: bytes held, Psi = {psi:,}", must_hold, held, must_hold == held),
             (

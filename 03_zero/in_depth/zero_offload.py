@@ -305,7 +305,8 @@ def measure(
     stage: int, group: dist.ProcessGroup, device: torch.device, micro_batches: int = 2
 ) -> tuple[int, Offload2, int]:
     """One bf16 AdamW step: (padded parameters, the sharded optimizer, bytes allocated on the device)."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     gc.collect()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     torch.manual_seed(0)

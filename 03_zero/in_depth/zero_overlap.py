@@ -55,7 +55,9 @@ class Arrival:
     """The pending gather of one bucket. A wait for it is recorded in `log`."""
 
     def __init__(self, index: int, works: list[Any], log: list[tuple[str, Any]]):
-        self.index, self.works, self.log = index, works, log
+        self.index = index
+        self.works = works
+        self.log = log
 
     def wait(self) -> None:
         if self.works:

@@ -135,7 +135,8 @@ def all_reduce_through(buffer: Tensor, tensors: Iterable[Tensor], group: dist.Pr
         for piece, sums in zip(pieces, buffer[:filled].split([p.numel() for p in pieces]), strict=True):
             piece.copy_(sums)
         pieces.clear()
-        messages, filled = messages + 1, 0
+        messages += 1
+        filled = 0
 
     # --- exercise 3.35: fill the buffer to its last element, whatever the sizes of the tensors ---
     for tensor in tensors:
@@ -324,7 +325,8 @@ def training_step(
 
 def recorded_step(with_arenas: bool, device: torch.device | str = "cpu") -> tuple[Trace, int]:
     """The trace of one step over sequences of four lengths, and the bytes of the arenas (0 without)."""
-    lengths, rows = (64, 128, 96, 160), 2
+    lengths = (64, 128, 96, 160)
+    rows = 2
     torch.manual_seed(0)
     model = Decoder(hidden=32, layers=8).to(device)
     batch = [(x.to(device), y.to(device)) for n in lengths for x, y in make_batch(0, 1, 1, rows=rows, length=n)[0]]
@@ -343,7 +345,8 @@ def on_gpu(with_arenas: bool, device: torch.device) -> str:
     torch.cuda.reset_peak_memory_stats(device)
     recorded_step(with_arenas, device)
     stats = torch.cuda.memory_stats(device)
-    in_use, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    in_use = stats["allocated_bytes.all.peak"]
+    reserved = stats["reserved_bytes.all.peak"]
     return f"in use {in_use:,}, reserved {reserved:,}, split and inactive {stats['inactive_split_bytes.all.peak']:,}"
 
 
@@ -379,7 +382,8 @@ class Partitioned:
 
     def piece(self, x: Tensor) -> Tensor:
         """My 1/N of x, [ceil(x.numel() / N)], with zeros at the end where N does not divide."""
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank = dist.get_rank(self.group)
+        ranks = dist.get_world_size(self.group)
         # --- exercise 3.39: keep my part, and nothing that keeps the rest alive ---
         flat = x.detach().flatten()
         size = -(-flat.numel() // ranks)
@@ -468,7 +472,8 @@ class Offloaded(Partitioned):
         check_dtype("host buffer", self.host, x)
         if not self.order:  # the first layer of a forward
             self.events = []
-        piece, slot = self.piece(x), self.free.pop()
+        piece = self.piece(x)
+        slot = self.free.pop()
         for last in self.order[-1:]:  # its copy has had a layer's time, so free the source
             last.wait_out()
             last.piece = None
@@ -483,7 +488,8 @@ class Offloaded(Partitioned):
             # --- exercise 3.41: not before the way out has ended; and the slot is busy until the way back has ---
             ticket.wait_out()
             numel = -(-ticket.shape.numel() // dist.get_world_size(self.group))
-            ticket.piece, ticket.back = None, torch.empty(numel, dtype=self.host.dtype, device=self.device)
+            ticket.piece = None
+            ticket.back = torch.empty(numel, dtype=self.host.dtype, device=self.device)
             ticket.wait_in = self.engine.copy(ticket.back, self.host[ticket.slot][:numel])
             # --- end exercise ---
             self.events.append(("in", ticket.slot))
@@ -522,7 +528,8 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx: Any, layer: Callable[[Tensor], Tensor], keeper: Any, x: Tensor) -> Tensor:
         ctx.layer, ctx.keeper = layer, keeper
         ctx.random = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-        dtype, enabled = torch.get_autocast_dtype(x.device.type), torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type)
+        enabled = torch.is_autocast_enabled(x.device.type)
         ctx.autocast = torch.autocast(x.device.type, dtype, enabled)  # today's state, for the recomputation
         y = layer(x)  # inside forward() autograd records nothing, so no activation of the layer is saved
         tensor, ctx.rest = keeper.keep(x)
@@ -608,7 +615,9 @@ class ParallelBlock(nn.Module):
 
     def __init__(self, block: Block, group: dist.ProcessGroup):
         super().__init__()
-        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
         self.heads = block.heads // self.ranks
         for name, layer in block.named_children():
             part = my_part(name, layer.weight.detach(), block.heads, self.rank, self.ranks)
@@ -631,7 +640,9 @@ class ParallelDecoder(nn.Module):
 
     def __init__(self, full: Decoder, group: dist.ProcessGroup, keeper: Any):
         super().__init__()
-        self.embed, self.norm, self.head = full.embed, full.norm, full.head
+        self.embed = full.embed
+        self.norm = full.norm
+        self.head = full.head
         self.layers = nn.ModuleList(ParallelBlock(layer, group) for layer in full.layers)
         self.keeper = keeper
 
@@ -679,8 +690,11 @@ def configuration_table(hidden: int, batch: int, sequence: int, tensor: int, dat
     """C1 to C5: bytes per rank of a 100-layer model, and the size of the deepest model in `memory` bytes."""
     rows: dict[str, list[str]] = {}
     for name, c in CONFIGURATIONS.items():
-        layers, per_layer, message = 100, 12 * hidden**2, batch * sequence * hidden
-        states, kept = c.states(layers * per_layer, tensor, data), c.checkpoints(layers, message, tensor)
+        layers = 100
+        per_layer = 12 * hidden**2
+        message = batch * sequence * hidden
+        states = c.states(layers * per_layer, tensor, data)
+        kept = c.checkpoints(layers, message, tensor)
         deepest = int(memory // (c.states(per_layer, tensor, data) + c.checkpoints(1, message, tensor)))
         parts = f"P_os{'+g' * (c.stage == 2)}{' P_a' * c.partitioned}{'+cpu' * c.offloaded}"
         rows[f"{name}  {parts}"] = [
@@ -699,7 +713,8 @@ def configuration_table(hidden: int, batch: int, sequence: int, tensor: int, dat
 
 def constant_buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list[Row]:
     """Both versions of the reduction give the same sums; one needs only a constant buffer."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     sizes = (1000, 3, 0, 4097, 256, 1)
     whole, through = ([torch.arange(n, device=device) + float(rank) for n in sizes] for _ in range(2))
     all_reduce_fused(whole, group)
@@ -717,7 +732,8 @@ def constant_buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list
 def buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list[Row]:
     """C_B against one large message; the heap of a step without and with M_D, also on a device in between."""
     rows = constant_buffer_rows(group, device)
-    (plain, _), (moved, arenas) = recorded_step(False), recorded_step(True)
+    plain, _ = recorded_step(False)
+    moved, arenas = recorded_step(True)
     needs = {"without M_D": heap_needed(plain), "with M_D": heap_needed(moved) + arenas}
     alive = {"without M_D": most_alive(plain), "with M_D": most_alive(moved) + arenas}
     for name, limit in (("without M_D", "> 1.05"), ("with M_D", "< 1.01")):
@@ -771,7 +787,8 @@ def run_once(keeper: Any, group: dist.ProcessGroup, device: torch.device) -> tup
         saved.clear()
         loss = token_loss_sum(lambda _: model.head(model.norm(x)), tokens, labels)  # type: ignore[arg-type]
         loss.backward()
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     errors = [error(loss.detach(), want.detach()), error(model.embed.weight.grad, reference.embed.weight.grad)]
     for mine, full in zip(model.layers, reference.layers, strict=True):
         for name, whole in full.named_children():
@@ -794,7 +811,8 @@ def main() -> None:
         parser.error(f"--nproc_per_node {ranks} does not divide {HEADS} attention heads; use 1, 2, 3, 4, 6 or 12")
     rows: list[Row] = []
     with world() as (group, device):
-        layers, message = 3, 2 * 24 * 48 * 8  # of the demo: L, and bytes of x [B, S, H] in float64
+        layers = 3  # of the demo
+        message = 2 * 24 * 48 * 8  # bytes of x [B, S, H] in float64
         piece = -(-message // 8 // ranks) * 8
         traffic = 12 * layers * message * (ranks - 1) / ranks
         extra = layers * message * (ranks - 1) / ranks

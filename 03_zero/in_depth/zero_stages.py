@@ -62,9 +62,12 @@ class ExchangeAndSum:
     """
 
     def __init__(self, out: Tensor, flat: Tensor, *, group: dist.ProcessGroup, async_op: bool):
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
         slices = flat.view(ranks, -1)  # [N, S]: rank r sums slice r
-        self.out, self.rank, self.mine = out, rank, slices[rank]
+        self.out = out
+        self.rank = rank
+        self.mine = slices[rank]
         self.arrived = flat.new_empty(ranks - 1, self.mine.numel())  # this rank's own slice is not sent
         others = [other for other in range(ranks) if other != rank]
         self.works = [
@@ -95,7 +98,8 @@ class SendToAll:
     """
 
     def __init__(self, flat: Tensor, mine: Tensor, *, group: dist.ProcessGroup, async_op: bool):
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
         slices = flat.view(ranks, -1)  # [N, S]
         if slices[rank].data_ptr() != mine.data_ptr():  # stage 3 stores its shard outside the flat buffer
             slices[rank].copy_(mine)
@@ -142,7 +146,8 @@ class Bucket:
     """
 
     def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup):
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
         self.params = params
         self.numel = sum(p.numel() for p in params)
         # --- exercise 3.24: equal shards, also when N does not divide the number of elements ---
@@ -164,7 +169,8 @@ class Bucket:
     def pieces(self) -> Iterator[tuple[nn.Parameter, slice, slice]]:
         """(parameter, slice of my shard, slice of the parameter) for each with elements in my shard."""
         for p in self.params:
-            first, last = max(self.begin[p], self.mine.start), min(self.begin[p] + p.numel(), self.mine.stop)
+            first = max(self.begin[p], self.mine.start)
+            last = min(self.begin[p] + p.numel(), self.mine.stop)
             if first < last:
                 in_param = slice(first - self.begin[p], last - self.begin[p])
                 yield p, slice(first - self.mine.start, last - self.mine.start), in_param
@@ -250,7 +256,9 @@ class Zero1:
         accumulate_dtype: torch.dtype | None = None,
         fused: Callable[..., None] | None = None,
     ):
-        self.module, self.group, self.bucket_bytes = module, group, bucket_bytes
+        self.module = module
+        self.group = group
+        self.bucket_bytes = bucket_bytes
         if dist.get_world_size(group) == 1:
             all_gather = StaysHere
             reduce_scatter = StaysHere if reduce_scatter in PLAIN_SUMS else reduce_scatter
@@ -267,7 +275,9 @@ class Zero1:
             check_fused(optimizer)
         self.param_groups = optimizer.param_groups
         self.group_of = {p: i for i, options in enumerate(self.param_groups) for p in options["params"]}
-        self.hooks, self.syncing, self.finished = hooks, True, False
+        self.hooks = hooks
+        self.syncing = True
+        self.finished = False
         self.events: list[tuple[str, Any]] = []
         self.buckets = self.make_buckets()
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket.params}
@@ -356,7 +366,8 @@ class Zero1:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate locally and send nothing. At stage 1 this costs no memory."""
-        before, self.syncing = self.syncing, False
+        before = self.syncing
+        self.syncing = False
         try:
             yield
         finally:
@@ -411,7 +422,8 @@ class Zero1:
 
     def launch(self, index: int) -> None:
         """Start a bucket's reduction. A gradient that is not final is sent as it is, a missing one as 0."""
-        mine, flat = self.buckets[index].mine, self.fill(index)
+        mine = self.buckets[index].mine
+        flat = self.fill(index)
         # --- exercise 3.25: sum over the group, and receive only my shard of the sum, in place ---
         work = self.reduce_scatter(flat[mine], flat, group=self.group, async_op=True)
         # --- end exercise ---
@@ -512,7 +524,8 @@ class Zero1:
         # --- end exercise ---
 
     def update(self, index: int) -> None:
-        inner, gradient = self.inner[index], self.gradient_shard(index)
+        inner = self.inner[index]
+        gradient = self.gradient_shard(index)
         if self.fused is None:
             gradient = gradient.to(self.masters[index].dtype)  # in mixed precision a copy, of one bucket only
         for options, (g, where, segment) in zip(inner.param_groups, self.segments[index], strict=True):
@@ -530,7 +543,8 @@ class Zero1:
     def update_in_one_kernel(self, index: int, options: dict[str, Any], segment: nn.Parameter, where: slice) -> None:
         """The states have the names of torch's AdamW, so they are saved and loaded as without the kernel."""
         assert self.fused is not None
-        state, mine = self.inner[index].state[segment], self.weight_shard(index)
+        state = self.inner[index].state[segment]
+        mine = self.weight_shard(index)
         if not state:
             wide = torch.promote_types(segment.dtype, torch.float32)
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -725,7 +739,8 @@ def demo(stage: int, make: Callable[..., Zero1], group: dist.ProcessGroup, devic
     ranks = dist.get_world_size(group)
     worst = error_against_the_unsharded_model(make, group, device)
     held, psi, kept, sent = measure(stage, group, device, partial(one_of, make))
-    must_hold, must_send = round(psi * bytes_per_parameter(stage, ranks)), bytes_sent(stage, ranks, 2 * psi, kept)
+    must_hold = round(psi * bytes_per_parameter(stage, ranks))
+    must_send = bytes_sent(stage, ranks, 2 * psi, kept)
     return [
         ("largest error against the reference (SGD, float64)", "<= 1e-10", f"{worst:.1e}", worst <= 1e-10),
         (f"bytes held, bf16 and AdamW, Psi = {psi:,}", must_hold, held, must_hold == held),

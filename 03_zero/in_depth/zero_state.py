@@ -102,7 +102,8 @@ def load_full_state_dict(zero: Zero1, full: FullState) -> None:
     All ranks of the group call it between two steps, with the same state. If the state is of another model,
     raises ValueError, naming a parameter, before anything has changed.
     """
-    weights, states = full["weights"], full["optimizer"]
+    weights = full["weights"]
+    states = full["optimizer"]
     check_full_state(zero, weights, states)
     zero.load_frozen(weights)
     load_buckets(zero, weights, states)
@@ -122,7 +123,8 @@ def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping
         masters = {name: state.get("master", weights[name]) for name, state in states.items()}
         zero.masters[index].copy_(shard_of(zero, index, masters))
         # --- end exercise ---
-        first, kinds = everything[zero.names[bucket.params[0]]], {}
+        first = everything[zero.names[bucket.params[0]]]
+        kinds = {}
         for kind in first:
             if per_element(kind) and kind != "master":
                 kinds[kind] = shard_of(zero, index, {name: state[kind] for name, state in states.items()})
@@ -141,7 +143,8 @@ def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping
 
 def shard_of(zero: Zero1, index: int, whole: dict[str, Tensor]) -> Tensor:
     """My shard [S] of a bucket, from the full tensors with elements in it, by name. Padding is zero."""
-    bucket, mine_of = zero.buckets[index], zero.masters[index]
+    bucket = zero.buckets[index]
+    mine_of = zero.masters[index]
     dtype = next((tensor.dtype for tensor in whole.values()), mine_of.dtype)  # my shard may be all padding
     shard = torch.zeros(bucket.shard_numel, dtype=dtype, device=mine_of.device)
     # --- exercise 3.34: from whole tensors by name to my shard of the bucket ---
@@ -167,7 +170,8 @@ def check_full_state(zero: Zero1, weights: dict[str, Tensor], states: dict[str, 
     first = next(iter(zero.names.values()))
     for name, p in zip(zero.names.values(), zero.names, strict=True):
         if name not in states or states[name].keys() != states[first].keys():
-            kinds, expected = sorted(states.get(name, {})), sorted(states[first])
+            kinds = sorted(states.get(name, {}))
+            expected = sorted(states[first])
             raise ValueError(f"the state has {kinds} for {name!r} but {expected} for {first!r}; one step updates all")
         for kind, value in states[name].items():
             if per_element(kind):
@@ -190,7 +194,8 @@ def trained(group: dist.ProcessGroup, stage: int, steps: range, device: torch.de
     zero = make_zero(stage, model, optimizer, group, units=model.layers)
     if state:
         load_full_state_dict(zero, state)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     for step in steps:
         samples = make_batch(step, 1, micro_batches=4)[0]
         nothing = (samples[0][0], torch.full_like(samples[0][1], IGNORE))  # all ranks need equally many
@@ -204,7 +209,8 @@ def main() -> None:
     OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False).parse_checked()
     rows: list[Row] = []
     with world() as (group, device):
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
         straight = full_state_dict(trained(group, 2, range(4), device, None))
         saved = full_state_dict(trained(group, 3, range(2), device, None))
         half = max(ranks // 2, 1)

@@ -131,7 +131,8 @@ def kept_by_both(leave_out: Iterable[Tensor]) -> Iterator[dict[int, int]]:
     def storage(tensor: Tensor) -> torch.UntypedStorage:
         return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
-    left_out, kept = {storage(t).data_ptr() for t in leave_out}, {}
+    left_out = {storage(t).data_ptr() for t in leave_out}
+    kept = {}
     alive = []  # so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:

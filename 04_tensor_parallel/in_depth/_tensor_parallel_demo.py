@@ -65,7 +65,9 @@ class Report:
     """A table of predicted and measured values, printed by rank 0."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.wrong, self.rank = group, [], dist.get_rank(group)
+        self.group = group
+        self.wrong = []
+        self.rank = dist.get_rank(group)
         self.errors: list[float] = []
 
     def title(self, text: str) -> None:
@@ -103,7 +105,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoReturn:
     """Start the process group, run the demo, print PASS or what is wrong."""
-    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < gpus < local:
         OneLineParser().error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
@@ -111,7 +114,8 @@ def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoRe
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
-    rank, wrong = dist.get_rank(), demo(dist.group.WORLD, device)
+    rank = dist.get_rank()
+    wrong = demo(dist.group.WORLD, device)
     gc.collect()  # reference cycles must not keep the group alive
     dist.destroy_process_group()
     if rank == 0:

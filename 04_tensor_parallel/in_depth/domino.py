@@ -88,7 +88,9 @@ class UnderWay:
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        arrived, self.arrived, self.works = self.arrived, None, []
+        arrived = self.arrived
+        self.arrived = None
+        self.works = []
         return arrived()
 
 
@@ -186,7 +188,8 @@ class Piece:
             y = self.function(x)
         self.dtype = y.dtype
         if self.keep:  # edges, not tensors, so that y can be freed before backward
-            self.begin, self.end = get_gradient_edge(x), get_gradient_edge(y)
+            self.begin = get_gradient_edge(x)
+            self.end = get_gradient_edge(y)
         return y.detach()
 
     def backward(self, dy: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor:
@@ -226,7 +229,8 @@ class InHalves(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dz: Tensor):
-        run, ctx.run = ctx.run, None
+        run = ctx.run
+        ctx.run = None
         if run is None:
             raise RuntimeError("backward through these halves a second time; run forward again")
         dx, gradients = run.backward(dz)
@@ -237,14 +241,19 @@ class Run:
     """One forward pass and its backward pass."""
 
     def __init__(self, blocks: Sequence[HalvedBlock], cos: Tensor, sin: Tensor, log: Log, keep: bool):
-        self.blocks, self.cos, self.sin, self.log, self.keep = blocks, cos, sin, log, keep
+        self.blocks = blocks
+        self.cos = cos
+        self.sin = sin
+        self.log = log
+        self.keep = keep
         self.tp = blocks[0].tp
 
     def pieces_of_a_half(self, cos: Tensor, sin: Tensor) -> list[tuple[Piece, Piece, Piece]]:
         """(norm, products into heads or columns, product out of them) of each sublayer."""
         found = []
         for block in self.blocks:
-            attention, mlp = block.self_attn, block.mlp
+            attention = block.self_attn
+            mlp = block.mlp
             inner = partial(attention.inner, cos=cos, sin=sin)
             for norm, layer, into, out in (
                 (block.input_layernorm, attention, inner, attention.o_proj),
@@ -281,7 +290,8 @@ class Run:
 
     def backward(self, dz: Tensor) -> tuple[Tensor, dict[Tensor, Tensor]]:
         """In reverse: the piece out of the heads or columns, the piece into them, then the norm before it."""
-        streams, gradients = list(dz.chunk(2)), {}
+        streams = list(dz.chunk(2))
+        gradients = {}
 
         def arrive(norm: Piece | None, out: Piece, dx: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
             dx = dx if total is None else dx + norm.backward(total, gradients)
@@ -396,7 +406,10 @@ def hidden(events: Sequence[str]) -> tuple[int, int]:
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """The same blocks in halves and on the full batch."""
-    B, S, L, t = args.rows, args.sequence, args.layers, dist.get_world_size(group)
+    B = args.rows
+    S = args.sequence
+    L = args.layers
+    t = dist.get_world_size(group)
     report = Report(group)
     table = initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
     x = F.embedding(tokens_of_text(B, S), table).to(device, torch.float64)
@@ -404,7 +417,9 @@ def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, dev
     for sequence in (False, True):
         tp = TensorParallel(group, sequence, column=column_simple)
         mine = Shard(S, 1, t if sequence else 1, tp.rank if sequence else 0).cut  # [B, S/t, H] of [B, S, H]
-        results, events, middle = [], [], 0
+        results = []
+        events = []
+        middle = 0
         for halved in (False, True):
             make = partial(HalvedBlock, config, group, sequence) if halved else partial(ParallelBlock, config, tp)
             blocks = nn.ModuleList(make(Parts()) for _ in range(L))

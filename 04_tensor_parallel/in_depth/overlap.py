@@ -96,7 +96,9 @@ class Overlapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        tp, log, group = ctx.tp, ctx.log, ctx.tp.group
+        tp = ctx.tp
+        log = ctx.log
+        group = ctx.tp.group
 
         def dx_of_this_rank() -> Tensor:
             log("product dx")
@@ -146,7 +148,9 @@ def column_overlapped(
 
 def exchange(outgoing: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Start to send to the next rank and receive from the previous one, in one batch to avoid deadlock."""
-    me, ranks, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(outgoing)
+    me = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    incoming = torch.empty_like(outgoing)
     send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % ranks)
     receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=(me - 1) % ranks)
     return incoming, dist.batch_isend_irecv([send, receive])
@@ -154,7 +158,9 @@ def exchange(outgoing: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[d
 
 def gathered(x: Tensor, group: dist.ProcessGroup, log: Log = silent) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, its x) for every rank, this one first; the next is in flight while the caller uses one."""
-    me, ranks, x = dist.get_rank(group), dist.get_world_size(group), x.contiguous()
+    me = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    x = x.contiguous()
     # --- exercise 4.32: an all-gather in t - 1 steps, one chunk ahead of the products ---
     for step in range(ranks):
         more = step < ranks - 1
@@ -175,8 +181,10 @@ def scattered(product: Callable[[int], Tensor], group: dist.ProcessGroup, log: L
 
     The sum of chunk c starts at rank c + 1 and ends at rank c: each rank adds its part and sends it on.
     """
-    me, ranks = dist.get_rank(group), dist.get_world_size(group)
-    incoming, works = torch.empty(0), []  # the sum in flight to this rank
+    me = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    incoming = torch.empty(0)  # the sum in flight to this rank
+    works = []
     # --- exercise 4.33: a reduce-scatter in t - 1 steps; the next product overlaps the sum in flight ---
     for step in range(ranks):
         share = product((me - 1 - step) % ranks)
@@ -205,7 +213,8 @@ class RingColumn(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         B, chunk, _ = x.shape
         outputs = [x.new_empty(B, tp.size, chunk, weight.shape[0]) for weight in weights]
-        stack, sizes = stacked(weights), [weight.shape[0] for weight in weights]
+        stack = stacked(weights)
+        sizes = [weight.shape[0] for weight in weights]
         for owner, tokens in gathered(x, tp.group, log):
             log("product y")
             parts = F.linear(tokens, stack).split(sizes, dim=-1)  # [B, S/t, H] -> [B, S/t, out/t] each
@@ -217,7 +226,8 @@ class RingColumn(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         chunks = [dy.unflatten(1, (ctx.tp.size, -1)) for dy in grads]  # [B, t, S/t, out/t]
-        stack, together = stacked(weights), torch.cat(chunks, dim=-1)  # [B, t, S/t, sum of out/t]
+        stack = stacked(weights)
+        together = torch.cat(chunks, dim=-1)  # [B, t, S/t, sum of out/t]
 
         def share(c: int) -> Tensor:
             ctx.log("product dx")
@@ -251,7 +261,8 @@ class RingRow(torch.autograd.Function):
     def backward(ctx, dz: Tensor):
         y, weight = ctx.saved_tensors
         chunks = y.unflatten(1, (ctx.tp.size, -1))
-        dy, dw = torch.empty_like(chunks), torch.zeros_like(weight)
+        dy = torch.empty_like(chunks)
+        dw = torch.zeros_like(weight)
         for owner, tokens in gathered(dz, ctx.tp.group, ctx.log):
             ctx.log("product dy and dW")
             dy[:, owner] = tokens @ weight
@@ -310,7 +321,8 @@ def block_time(
     e: bytes of an element, 2 in bf16. `rings`: "one", in which all bytes cross the slowest link, or "many",
     one ring through each NIC of a node.
     """
-    H, kv = config.hidden, config.kv_heads * config.hidden // config.heads
+    H = config.hidden
+    kv = config.kv_heads * config.hidden // config.heads
     products = 2 * tokens * (2 * H * H + 2 * H * kv + 3 * H * config.intermediate)  # a product is 2 flops per weight
     attention = 2 * tokens * sequence * H  # q kᵀ and weights v, half of them masked
     compute = 3 * (products + attention) / t / cluster.flops  # backward has two products for each of forward
@@ -340,7 +352,9 @@ def print_cost_table(cluster: Cluster, tokens: int) -> None:
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Every version of a block next to the simple one."""
-    B, S, t = 2, args.sequence, dist.get_world_size(group)
+    B = 2
+    S = args.sequence
+    t = dist.get_world_size(group)
     report = Report(group)
     table = initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
     x = F.embedding(tokens_of_text(B, S), table).to(device, torch.float64)

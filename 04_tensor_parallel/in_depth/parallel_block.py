@@ -121,14 +121,17 @@ def rope_tables(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[..., None, :], sin[..., None, :]  # the same rotation for every head
+    cos = cos[..., None, :]
+    sin = sin[..., None, :]  # the same rotation for every head
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     """PyTorch's fused attention. q [B, S, N, D], k and v [B, S, N_kv, D] -> [B, S, N, D]; any N that N_kv divides."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
@@ -245,7 +248,8 @@ class Norm(nn.Module):
 
     def __init__(self, config: Config, tp: TensorParallel, parts: Parts, head_dim: int = 0):
         super().__init__()
-        self.eps, self.norm = config.norm_eps, parts.norm
+        self.eps = config.norm_eps
+        self.norm = parts.norm
         size = head_dim or config.hidden
         self.shard = Shard(size, 0, 1, 0, partial=tp.sequence_parallel)
         if head_dim:  # each rank has different heads, so its gradient is partial
@@ -265,8 +269,12 @@ class ParallelAttention(nn.Module):
         check_sizes(config, tp.size)
         if p and parts.attention is not type(parts).attention:  # others may not drop, or may communicate
             raise ValueError(f"dropout {p} needs the attention of this file, not another parts.attention; use p = 0")
-        self.tp, self.parts, self.p, self.head_dim = tp, parts, p, head_dim_of(config)
-        width, kv_width = config.heads * self.head_dim, config.kv_heads * self.head_dim
+        self.tp = tp
+        self.parts = parts
+        self.p = p
+        self.head_dim = head_dim_of(config)
+        width = config.heads * self.head_dim
+        kv_width = config.kv_heads * self.head_dim
         # --- exercise 4.27: which key/value heads does a rank hold, also when there are fewer of them than ranks? ---
         pieces = min(config.kv_heads, tp.size)
         self.q_proj = ColumnParallelLinear(config.hidden, width, tp, parts.linear)
@@ -291,8 +299,10 @@ class ParallelAttention(nn.Module):
         # [B, S, H/t] -> [B, S, N/t, D]; k and v [B, S, N_kv/t, D]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.parts.rope(q, cos, sin), self.parts.rope(k, cos, sin)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = self.parts.rope(q, cos, sin)
+        k = self.parts.rope(k, cos, sin)
         core = self.parts.attention
         if self.p and self.training:  # heads are sharded, with sequence parallel and without
             core = partial(attention_with_dropout, drop=partial(dropout, p=self.p, tp=self.tp, sharded=True))
@@ -384,7 +394,9 @@ def kept_bytes(
     no fused attention supports float64, so the scores are saved as well.
     """
     wide = max(e, 4)
-    n, t, heads = B * S * config.hidden, tp.size, config.heads // tp.size
+    n = B * S * config.hidden
+    t = tp.size
+    heads = config.heads // tp.size
     q = B * S * config.heads * head_dim_of(config)
     h = t if tp.sequence_parallel else 1  # the divisor of the region outside the products
     kv = max(config.kv_heads // t, 1) * head_dim_of(config)
@@ -414,7 +426,8 @@ def reference_block(
     """The reference: the same block on one device, without any parallel code from above. `drops(y, dim)`
     drops what t ranks together would drop from a y that is sharded in dimension `dim`."""
     drops = drops or (lambda y, dim: y)
-    S, groups = x.shape[1], config.heads // config.kv_heads
+    S = x.shape[1]
+    groups = config.heads // config.kv_heads
     norm = rms_norm(x, w["input_layernorm.weight"], config.norm_eps)
     q, k, v = (
         F.linear(norm, w[f"self_attn.{name}_proj.weight"], w.get(f"self_attn.{name}_proj.bias")).unflatten(
@@ -424,7 +437,8 @@ def reference_block(
     )
     if "self_attn.q_norm.weight" in w:
         q, k = (rms_norm(y, w[f"self_attn.{n}_norm.weight"], config.norm_eps) for y, n in ((q, "q"), (k, "k")))
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    q = apply_rope(q, cos, sin)
+    k = apply_rope(k, cos, sin)
     k, v = (y.repeat_interleave(groups, dim=2) for y in (k, v))  # [B, S, N_kv, D] -> [B, S, N, D]
     scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool, device=x.device).triu(1), -math.inf)
@@ -439,7 +453,8 @@ def drops_of_all_ranks(p: float, ranks: int, sequence_parallel: bool) -> Callabl
     """The masks of all ranks combined on one device, for `reference_block`."""
 
     def drops(y: Tensor, dim: int) -> Tensor:
-        key, sharded = new_key(), dim == 1 or sequence_parallel  # dim 1 is the heads, dim -2 the tokens
+        key = new_key()
+        sharded = dim == 1 or sequence_parallel  # dim 1 is the heads, dim -2 the tokens
         if not p:
             return y
         if not sharded:
@@ -451,8 +466,11 @@ def drops_of_all_ranks(p: float, ranks: int, sequence_parallel: bool) -> Callabl
 
 def block_weights(config: Config, like: Tensor) -> dict[str, Tensor]:
     """The full weights of a block by name, on the device and in the dtype of `like`."""
-    H, F_, D = config.hidden, config.intermediate, head_dim_of(config)
-    q, kv = config.heads * D, config.kv_heads * D
+    H = config.hidden
+    F_ = config.intermediate
+    D = head_dim_of(config)
+    q = config.heads * D
+    kv = config.kv_heads * D
     shapes = {f"self_attn.{n}_proj.weight": (out, H) for n, out in (("q", q), ("k", kv), ("v", kv))}
     shapes |= {"self_attn.o_proj.weight": (H, q)}
     shapes |= {"mlp.gate_proj.weight": (F_, H), "mlp.up_proj.weight": (F_, H), "mlp.down_proj.weight": (H, F_)}
@@ -467,8 +485,11 @@ def block_weights(config: Config, like: Tensor) -> dict[str, Tensor]:
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """One block next to the reference, with and without sequence parallel."""
-    B, S, t = 2, args.sequence, dist.get_world_size(group)
-    report, table = Report(group), initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
+    B = 2
+    S = args.sequence
+    t = dist.get_world_size(group)
+    report = Report(group)
+    table = initial_weight("embed.weight", (256, config.hidden), 1, seed=0)
     x = F.embedding(tokens_of_text(B, S), table).to(device, torch.float64)
     cos, sin = rope_tables(torch.arange(S, device=device), head_dim_of(config), config.rope_theta, config.rope_scaling)
     n = x.nbytes
@@ -479,7 +500,8 @@ def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, dev
         block.to(device, torch.float64)
         mine = Shard(S, 1, t if sequence else 1, tp.rank if sequence else 0).cut  # [B, S/t, H] of [B, S, H]
 
-        w, want_x = block_weights(config, x), x.clone().requires_grad_()
+        w = block_weights(config, x)
+        want_x = x.clone().requires_grad_()
         torch.manual_seed(0)  # the default generator, seeded alike on all ranks and here
         want = reference_block(want_x, w, config, cos, sin, drops_of_all_ranks(args.dropout, t, sequence))
         want.backward(want.detach())
@@ -503,7 +525,8 @@ def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, dev
             report.add(f"{name}s in forward, backward", counts, (forward.calls[name], backward.calls[name]))
         report.add("bytes sent by a rank", (8 + 2 * sequence) * (t - 1) * n // t, forward.bytes + backward.bytes)
         parts = kept_bytes(config, B, S, tp, x.element_size(), dropout=args.dropout > 0)
-        want, exact = sum(parts.values()), device.type == "cpu" or args.dropout > 0
+        want = sum(parts.values())
+        exact = device.type == "cpu" or args.dropout > 0
         report.add("bytes kept for backward", want, kept, None if exact else kept >= want)  # see `kept_bytes`
     return report.finish()
 

@@ -316,7 +316,8 @@ class Factor(nn.Module):
 
     def __init__(self, outputs: int, inputs: int, shard: Shard):
         super().__init__()
-        self.shard, self.weight = shard, nn.Parameter(torch.empty(outputs, inputs))
+        self.shard = shard
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -389,7 +390,8 @@ class RowParallelLinear(nn.Module):
     def add_adapter(self, rank: int, scale: float) -> None:
         """y = x Wᵀ + scale · (x Aᵀ) Bᵀ. A is split like the rows; B is replicated, with partial gradients. A
         rank's part of the adapter is added to its part of x Wᵀ, before the one sum over the ranks."""
-        t, (outputs, inputs) = self.tp.size, self.weight.shape
+        t = self.tp.size
+        outputs, inputs = self.weight.shape
         self.scale = scale
         self.lora_A = Factor(rank, inputs, self.shard)
         self.lora_B = Factor(outputs, rank, Shard(outputs, 0, 1, 0, partial=t > 1))
@@ -441,7 +443,11 @@ def cannot_divide(ranks: int, what: str, size: int) -> str:
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """One MLP next to the reference, with and without sequence parallel."""
-    B, S, H, F_, t = 2, args.sequence, args.hidden, args.intermediate, dist.get_world_size(group)
+    B = 2
+    S = args.sequence
+    H = args.hidden
+    F_ = args.intermediate
+    t = dist.get_world_size(group)
     report = Report(group)
     x = F.embedding(tokens_of_text(B, S), initial_weight("embed.weight", (256, H), 1, seed=0)).to(device, torch.float64)
     want_x = x.clone().requires_grad_()
@@ -466,7 +472,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         for name, shard in shards(mlp).items():
             report.compare(mlp.get_parameter(name).grad, shard.cut(w[name].grad))
 
-        n, e = x.nbytes, x.element_size()
+        n = x.nbytes
+        e = x.element_size()
         again = int(sequence and args.column != "simple")
         collectives = {"all-gather": 2 + again, "reduce-scatter": 2} if sequence else {"all-reduce": 2}
         report.title(f"{t} rank(s), tensor parallel{' + sequence parallel' * sequence}, column: {args.column}")

@@ -98,7 +98,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden: int, tp: TensorParallel):
         super().__init__()
-        self.tp, self.shard = tp, Shard(vocab_size, 0, tp.size, tp.rank)
+        self.tp = tp
+        self.shard = Shard(vocab_size, 0, tp.size, tp.rank)
         self.weight = nn.Parameter(torch.empty(self.shard.length, hidden))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -174,7 +175,11 @@ class ParallelDecoder(nn.Module):
         p: float,
     ):
         super().__init__()
-        self.config, self.tp, self.wrap, self.through, self.p = config, tp, wrap, through, p
+        self.config = config
+        self.tp = tp
+        self.wrap = wrap
+        self.through = through
+        self.p = p
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden, tp)
         self.layers = nn.ModuleList(ParallelBlock(config, tp, parts, feed_forward, p) for _ in range(config.layers))
         self.norm = Norm(config, tp, parts)
@@ -182,7 +187,8 @@ class ParallelDecoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        c, scaling = self.config, getattr(self.config, "rope_scaling", None)
+        c = self.config
+        scaling = getattr(self.config, "rope_scaling", None)
         # For all S tokens, because attention is split by heads, not by S.
         cos, sin = rope_tables(positions, head_dim_of(c), c.rope_theta, scaling)
         x = self.embed_tokens(tokens)  # [B, S] -> [B, S, H] or [B, S/t, H]
@@ -214,7 +220,9 @@ class ParallelLlama(nn.Module):
     ):
         super().__init__()
         check_sizes(config, tp.size)
-        self.config, self.tp, self.parts = config, tp, parts or Parts()
+        self.config = config
+        self.tp = tp
+        self.parts = parts or Parts()
         self.model = ParallelDecoder(config, tp, self.parts, feed_forward, wrap, through, p)
         self.lm_head = ColumnParallelLinear(config.hidden, config.vocab_size, tp, self.parts.linear)
         if config.tied:  # both are split by tokens, so a rank has the same rows of both
@@ -311,7 +319,8 @@ def few(what: str, names: Sequence[str]) -> str:
 @torch.no_grad()
 def squared_gradient_norm(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
     """Sum of squares of the full gradient, each parameter once, for every rank to call after the sync."""
-    held, ranks = shards(model), dist.get_world_size(group)
+    held = shards(model)
+    ranks = dist.get_world_size(group)
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for name, p in model.named_parameters():  # a tied parameter has one name here
         if p.grad is not None:
@@ -338,8 +347,10 @@ def reference_logits(w: dict[str, Tensor], tokens: Tensor, config: Config, drops
 
 def weights_per_rank(config: Config, t: int) -> int:
     """Elements of the parameters on one rank."""
-    H, D = config.hidden, head_dim_of(config)
-    q, kv = config.heads * D, max(config.kv_heads // t, 1) * D
+    H = config.hidden
+    D = head_dim_of(config)
+    q = config.heads * D
+    kv = max(config.kv_heads // t, 1) * D
     matrices = (2 * H * q + 3 * H * config.intermediate) // t + 2 * H * kv
     matrices += config.qkv_bias * (q // t + 2 * kv) + config.qk_norm * 2 * D
     return 2 * -(-config.vocab_size // t) * H + config.layers * (matrices + 2 * H) + H
@@ -347,7 +358,9 @@ def weights_per_rank(config: Config, t: int) -> int:
 
 def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Three steps of SGD next to the reference, with and without sequence parallel."""
-    B, S, t = 2, args.sequence, dist.get_world_size(group)
+    B = 2
+    S = args.sequence
+    t = dist.get_world_size(group)
     report = Report(group)
     for sequence in (False, True):
         tp = TensorParallel(group, sequence)
@@ -385,7 +398,8 @@ def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, dev
         mode = f"dropout {args.dropout}{', recomputed' * args.recompute}"
         report.title(f"{t} rank(s), tensor parallel{' and sequence parallel' * sequence}, {mode}")
         report.add_errors("largest error of losses, gradients, weights")
-        e, n = 8, B * S * config.hidden * 8
+        e = 8
+        n = B * S * config.hidden * 8
         if not args.recompute:
             sent = ((8 + 2 * sequence) * config.layers + 4 + sequence) * n + 2 * (B * S + 2 * B * S) * e
             report.add("bytes sent by a rank", sent * (t - 1) // t, wire.bytes)

@@ -135,7 +135,8 @@ class Block(NamedTuple):
 
 def block_of(layout: str, rank: int, owner: int, length: int, causal: bool) -> Block | None:
     """The visible part of the keys of `owner` for the queries of `rank`, `length` tokens each, or None."""
-    all_tokens, half = slice(None), length // 2
+    all_tokens = slice(None)
+    half = length // 2
     if not causal or owner == rank:  # a rank's own tokens ascend, so their mask is the ordinary triangle
         return Block(all_tokens, all_tokens, causal)
     earlier = owner < rank
@@ -267,7 +268,8 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
-        self.rank, self.size = group.rank(), group.size()
+        self.rank = group.rank()
+        self.size = group.size()
         self.home: Tensor | None = None  # the gradient of my own K/V
         self.parcel: Any = None  # a gradient in flight
 
@@ -347,7 +349,8 @@ class AttentionToBlocks(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple:
         q, k, v, out, lse = ctx.saved_tensors
         Transport, group, plan, local = ctx.arguments
-        transport, dq = Transport(group), torch.zeros_like(at_least_fp32(q))
+        transport = Transport(group)
+        dq = torch.zeros_like(at_least_fp32(q))
         dkv = dq.new_zeros(2, *k.shape)  # my part of one block's gradient, fp32 like dq, reused for each
         for owner, block in transport.blocks(torch.stack((k, v))):
             dkv.zero_()
@@ -442,11 +445,13 @@ class Model(nn.Module):
         super().__init__()
         hidden = heads * head_dim
         self.causal, self.head_dim = causal, head_dim
-        self.embed, self.lm_head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab, bias=False)
+        self.embed = nn.Embedding(vocab, hidden)
+        self.lm_head = nn.Linear(hidden, vocab, bias=False)
         self.norm1, self.norm2, self.norm3 = (nn.RMSNorm(hidden) for _ in range(3))
         self.q_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
         self.k_proj, self.v_proj = (nn.Linear(hidden, kv_heads * head_dim, bias=False) for _ in range(2))
-        self.up, self.down = nn.Linear(hidden, 2 * hidden, bias=False), nn.Linear(2 * hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [B, S/P, N, D] by its tokens' positions in the full sequence. Angles are fp32 for any
@@ -509,11 +514,14 @@ class Wire(TorchDispatchMode):
 
     def __init__(self, size: int, rank: int = 0):
         super().__init__()
-        self.size, self.rank, self.bytes = size, rank, 0
+        self.size = size
+        self.rank = rank
+        self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d" and func._opname == "alltoall_base_" and args[4]:  # rows for each rank, not equal
-            rows, own = sum(args[4]), args[4][self.rank]
+            rows = sum(args[4])
+            own = args[4][self.rank]
             self.bytes += args[1].nbytes // rows * (rows - own)
         elif func.namespace == "c10d" and func._opname in WHOLE:
             self.bytes += args[WHOLE[func._opname]].nbytes * (self.size - 1) // self.size
@@ -538,7 +546,8 @@ def counting(local: LocalAttention, count: list[int]) -> LocalAttention:
     """The same local attention, which also adds the (query, key) pairs of every forward block to count[0]."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        s, t = q.shape[1], k.shape[1]
+        s = q.shape[1]
+        t = k.shape[1]
         count[0] += s * (s + 1) // 2 if causal else s * t
         return local.forward(q, k, v, causal=causal)
 
@@ -559,7 +568,8 @@ def against_reference(
 ) -> float:
     """The largest relative error of losses, gradients and weights in three SGD steps of `model`, made by
     `step_of(model, tokens)`, against the unsharded model. Not Adam, which would hide a wrong scale."""
-    unsharded, errors = deepcopy(model), []
+    unsharded = deepcopy(model)
+    errors = []
     everywhere = torch.arange(S, device=model.lm_head.weight.device) if positions is None else positions
     for step in range(3):
         tokens = text(2, S, step).to(everywhere.device)
@@ -601,7 +611,8 @@ def check_model_options(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error(f"--seq {args.seq} is too short for a token with a label to see another; use 3 or more")
     if args.seq > 16384:
         parser.error(f"--seq {args.seq}: the reference writes down all scores of it; use 16384 or less")
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
 
@@ -627,7 +638,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Every requested version next to the reference; prints the table on rank 0 and returns what is wrong."""
-    rank, P, causal, S = dist.get_rank(group), dist.get_world_size(group), args.attention == "causal", args.seq
+    rank = dist.get_rank(group)
+    P = dist.get_world_size(group)
+    causal = args.attention == "causal"
+    S = args.seq
     dtype, tolerance = (torch.float64, 1e-10) if args.dtype == "float64" else (torch.float32, 1e-5)
     torch.manual_seed(0)
     start = Model(args.heads, args.kv_heads, causal=causal).to(device, dtype)
@@ -672,7 +686,8 @@ def run(args: argparse.Namespace, demo: Callable[..., list[str]]) -> int:
         torch.cuda.set_device(device)
         alone["device_id"] = device
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
-    rank, wrong = dist.get_rank(), demo(args, dist.group.WORLD, device)
+    rank = dist.get_rank()
+    wrong = demo(args, dist.group.WORLD, device)
     gc.collect()
     dist.destroy_process_group()
     if rank == 0:

@@ -135,8 +135,10 @@ def kv_heads_of(rank: int, P: int, N: int, N_kv: int) -> list[int]:
 def repeated_kv_heads(rank: int, P: int, N: int, N_kv: int) -> list[int] | None:
     """None if the K/V heads of `rank` have equally many query heads, as any kernel supports. Otherwise the
     index of each query head's K/V head (0 0 1, say): K and V have to be repeated so after the all-to-all."""
-    mine, queries = kv_heads_of(rank, P, N, N_kv), query_heads_of(rank, P, N)
-    uses, n = [mine.index(head * N_kv // N) for head in queries], len(queries)
+    mine = kv_heads_of(rank, P, N, N_kv)
+    queries = query_heads_of(rank, P, N)
+    uses = [mine.index(head * N_kv // N) for head in queries]
+    n = len(queries)
     return None if n % len(mine) == 0 and uses == [i * len(mine) // n for i in range(n)] else uses
 
 
@@ -148,8 +150,12 @@ class SwapKV(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, heads: list[list[int]]) -> Tensor:
-        ctx.group, ctx.heads, ctx.N_kv = group, heads, x.shape[2]
-        rank, P, sizes = group.rank(), group.size(), [len(of) for of in heads]
+        ctx.group = group
+        ctx.heads = heads
+        ctx.N_kv = x.shape[2]
+        rank = group.rank()
+        P = group.size()
+        sizes = [len(of) for of in heads]
         rows = x.movedim(2, 0)[[head for of in heads for head in of]].contiguous()  # [C, B, S/P, D], for rank 0, 1, ...
         received = rows.new_empty(P * sizes[rank], *rows.shape[1:])
         dist.all_to_all_single(received, rows, [sizes[rank]] * P, sizes, group=group)  # -> [P m, B, S/P, D]
@@ -159,7 +165,8 @@ class SwapKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple:
-        P, sizes = ctx.group.size(), [len(of) for of in ctx.heads]
+        P = ctx.group.size()
+        sizes = [len(of) for of in ctx.heads]
         rows = dx.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).contiguous()  # [P m, B, S/P, D]
         received = rows.new_empty(sum(sizes), *rows.shape[1:])
         dist.all_to_all_single(received, rows, sizes, [dx.shape[2]] * P, group=ctx.group)  # -> [C, B, S/P, D]
@@ -182,8 +189,11 @@ class SwapTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, heads: Heads, *qkv: Tensor) -> tuple[Tensor, ...]:
         """q [B, S/P, N, D], k and v [B, S_kv/P, N_kv, D] -> [B, S, n, D] and twice [B, S_kv, m, D]."""
-        ctx.group, ctx.heads, ctx.shapes = group, heads, [x.shape for x in qkv]
-        P, mine = group.size(), heads[group.rank()]
+        ctx.group = group
+        ctx.heads = heads
+        ctx.shapes = [x.shape for x in qkv]
+        P = group.size()
+        mine = heads[group.rank()]
         # --- exercise 5.34: q, k and v as one message ---
         pieces = [[x[:, :, of].flatten() for x, of in zip(qkv, heads[r], strict=True)] for r in range(P)]
         sizes = [sum(x.numel() for x in piece) for piece in pieces]
@@ -227,7 +237,8 @@ class SwapBack(torch.autograd.Function):
     def forward(ctx: Any, group: dist.ProcessGroup, heads: list[int], out: Tensor) -> Tensor:
         """out [B, S, n, D], `heads` of each rank -> [B, S/P, N, D]."""
         ctx.group, ctx.heads = group, heads
-        P, rank = group.size(), group.rank()
+        P = group.size()
+        rank = group.rank()
         pieces = out.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).contiguous()  # [P n, B, S/P, D]
         received = pieces.new_empty(sum(heads), *pieces.shape[1:])
         dist.all_to_all_single(received, pieces, heads, [heads[rank]] * P, group=group)  # ordered by rank
@@ -235,7 +246,8 @@ class SwapBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple:
-        P, n = ctx.group.size(), ctx.heads[ctx.group.rank()]
+        P = ctx.group.size()
+        n = ctx.heads[ctx.group.rank()]
         pieces = dout.movedim(2, 0).contiguous()  # [B, S/P, N, D] -> [N, B, S/P, D]
         received = pieces.new_empty(P * n, *pieces.shape[1:])
         dist.all_to_all_single(received, pieces, [n] * P, ctx.heads, group=ctx.group)
@@ -267,7 +279,9 @@ def ulysses(group: dist.ProcessGroup, attention: Attention = dense_attention, *,
 
     def parallel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """q [B, S/P, N, D], k and v [B, S_kv/P, N_kv, D] -> [B, S/P, N, D]."""
-        P, N, N_kv = group.size(), q.shape[2], k.shape[2]
+        P = group.size()
+        N = q.shape[2]
+        N_kv = k.shape[2]
         check_inputs(q, k, v, causal, "contiguous")
         check_enough_heads(N, P)
         heads = [kv_heads_of(r, P, N, N_kv) for r in range(P)]
@@ -279,7 +293,8 @@ def ulysses(group: dist.ProcessGroup, attention: Attention = dense_attention, *,
             q = Swap.apply(q, group, to_heads, to_tokens)  # [B, S, N/P, D]
             k, v = (SwapKV.apply(x, group, heads) for x in (k, v))  # [B, S_kv, m, D]
         if uses := repeated_kv_heads(group.rank(), P, N, N_kv):
-            k, v = k[:, :, uses], v[:, :, uses]
+            k = k[:, :, uses]
+            v = v[:, :, uses]
         out = attention(q, k, v, causal=causal)
         if one_message:
             return SwapBack.apply(group, [len(query_heads_of(r, P, N)) for r in range(P)], out)
@@ -385,7 +400,8 @@ def sent_per_layer(kind: str, S: int, H: int, P: int, N: int, N_kv: int, rank: i
     """
     per_head = S * H // N
     if kind == "ulysses":
-        others, n = sum(len(kv_heads_of(r, P, N, N_kv)) for r in range(P) if r != rank), len(query_heads_of(rank, P, N))
+        others = sum(len(kv_heads_of(r, P, N, N_kv)) for r in range(P) if r != rank)
+        n = len(query_heads_of(rank, P, N))
         return (N - n + n * (P - 1) + 2 * others) * per_head // P
     return {"megatron": 4 * N, "ring": 2 * N_kv}[kind] * per_head * (P - 1) // P
 
@@ -424,7 +440,9 @@ PAPER = ((131072, 64, 165.5), (131072, 128, 157.4), (131072, 256, 136.1), (65536
 
 def step_flops(S: int, machine: Machine) -> float:
     """FLOPs of one step, the recomputed forward included (Narayanan et al. 2021, 2104.04473, equation 3)."""
-    L, h, V = machine.layers, machine.hidden, machine.vocab
+    L = machine.layers
+    h = machine.hidden
+    V = machine.vocab
     return 96 * machine.batch * S * L * h**2 * (1 + S / (6 * h) + V / (16 * L * h))
 
 
@@ -432,7 +450,8 @@ def step_seconds(S: int, gpus: int, machine: Machine) -> dict[str, float]:
     """Seconds of one step, split into computation and communication."""
     P = gpus // machine.batch
     message = 2 * S * machine.hidden / P  # bytes of one all-to-all on one rank, S·H/P elements of bf16
-    near, far = min(P, machine.node) - 1, max(P - machine.node, 0)  # other ranks inside the node, and outside
+    near = min(P, machine.node) - 1  # other ranks inside the node
+    far = max(P - machine.node, 0)  # ranks outside
     swap = message / P * (near / machine.inside + far / machine.outside)
     return {
         "compute": step_flops(S, machine) / gpus / machine.flops_per_second,
@@ -469,7 +488,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layout", choices=LAYOUTS, help="of the ring in USP; default zigzag")
     parser.add_argument("--cost-model", action="store_true", help="only print predicted and published TFLOPs")
     add_model_options(parser)
-    args, P = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
+    args = parser.parse_args()
+    P = int(os.environ.get("WORLD_SIZE", "1"))
     check_model_options(parser, args)
     given = [word for word in sys.argv[1:] if word.startswith("--") and word != "--cost-model"]
     if args.cost_model and given:
@@ -507,7 +527,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Every requested version and kind next to the reference; prints a table on rank 0, returns errors."""
-    rank, P, S, U = dist.get_rank(group), dist.get_world_size(group), args.seq, args.ulysses_size
+    rank = dist.get_rank(group)
+    P = dist.get_world_size(group)
+    S = args.seq
+    U = args.ulysses_size
     R = P // U
     ulysses_group, ring_group = usp_groups(P, U)
     dtype, tolerance = (torch.float64, 1e-10) if args.dtype == "float64" else (torch.float32, 1e-5)
@@ -527,17 +550,21 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             else:
                 attention = usp(ulysses_group, ring_group, args.layout)
                 positions = usp_positions(args.layout, S, rank // U, R, rank % U, U)
-            swap, keys = (U if version == "usp" else P), S // 2 if kind == "cross" else S
+            swap = U if version == "usp" else P
+            keys = S // 2 if kind == "cross" else S
             if kind == "cross":
-                attention, local = every_other_key(attention), every_other_key(local)
+                attention = every_other_key(attention)
+                local = every_other_key(local)
             step = partial(train_step, positions=positions.to(device), attention=attention, group=group)
             with Wire(swap, rank % swap) as wire:
                 error = against_reference(deepcopy(model), step, S, local)
             # In units of 2 sequences of one head's dim: q and out, k and v in all-to-alls, backward as many,
             # with heads for others and gradients from them. The ring's backward sends K and V and dK/dV.
             heads = [len(kv_heads_of(r, swap, args.heads, args.kv_heads)) for r in range(swap)]
-            n, m = len(query_heads_of(rank % swap, swap, args.heads)), heads[rank % swap]
-            others, home = sum(heads) - m, m * (swap - 1)
+            n = len(query_heads_of(rank % swap, swap, args.heads))
+            m = heads[rank % swap]
+            others = sum(heads) - m
+            home = m * (swap - 1)
             swapped = 2 * (args.heads - n + n * (swap - 1)) * S // P + 2 * (others + home) * keys // P
             ring_heads = n if repeated_kv_heads(rank % swap, swap, args.heads, args.kv_heads) else m
             ringed = 2 * ring_heads * keys * (R - 1) // R if version == "usp" else 0

@@ -187,7 +187,9 @@ def timed(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], float]:
 
 
 def demo(args: argparse.Namespace, device: torch.device) -> list[str]:
-    generator, dtype, wrong = torch.Generator().manual_seed(0), getattr(torch, args.dtype), []
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    wrong = []
     shapes = [(1, args.tokens, n, 16) for n in (4, 2, 2, 4)]
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
     limit = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}[args.dtype]

@@ -178,7 +178,8 @@ def packed_blocks(layout: str, cu: Sequence[int], rank: int, owner: int, P: int,
             blocks += [shifted(block, length, begin // P)] if block else []
         return blocks
     chunks = {r: (r, 2 * P - 1 - r) if layout == "zigzag" else (r,) for r in (rank, owner)}
-    length, blocks = cu[-1] // P // len(chunks[rank]), []
+    length = cu[-1] // P // len(chunks[rank])
+    blocks = []
     for a, i in enumerate(chunks[rank]):
         for b, j in enumerate(chunks[owner]):
             for rows, columns, triangle in between_chunks(i, j, length, cu, causal):
@@ -194,7 +195,8 @@ def packed_pairs(layout: str, cu: Sequence[int], rank: int, P: int) -> int:
     pairs = 0
     for owner in range(P):
         for rows, columns, triangle in packed_blocks(layout, cu, rank, owner, P):
-            n, t = rows.stop - rows.start, columns.stop - columns.start
+            n = rows.stop - rows.start
+            t = columns.stop - columns.start
             pairs += n * (n + 1) // 2 if triangle else n * t
     return pairs
 
@@ -302,7 +304,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_model_options(parser)
     parser.set_defaults(seq=None)
-    args, P = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
+    args = parser.parse_args()
+    P = int(os.environ.get("WORLD_SIZE", "1"))
     if args.version == "ulysses" and args.layout != "all":
         parser.error(f"--layout {args.layout} is of all-gather and ring; leave it out, or use another --version")
     if args.documents is None and args.seq is not None:
@@ -331,7 +334,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Every requested version next to the reference; prints the table on rank 0 and returns what is wrong."""
-    rank, P, cu = dist.get_rank(group), dist.get_world_size(group), boundaries(args.documents)
+    rank = dist.get_rank(group)
+    P = dist.get_world_size(group)
+    cu = boundaries(args.documents)
     S, dtype, tolerance = cu[-1], *((torch.float64, 1e-10) if args.dtype == "float64" else (torch.float32, 1e-5))
     torch.manual_seed(0)
     start = Model(args.heads, args.kv_heads).to(device, dtype)
@@ -340,7 +345,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     cases = [(v, x) for v in versions for x in PACKED_LAYOUTS if v != "ulysses" and args.layout in ("all", x)]
     if "ulysses" in versions:
         cases.append(("ulysses", "contiguous"))
-    whole, wrong = args.heads * sum(n * (n + 1) // 2 for n in args.documents), []
+    whole = args.heads * sum(n * (n + 1) // 2 for n in args.documents)
+    wrong = []
     everywhere = places_in_documents(torch.arange(S, device=device), cu)
     if rank == 0:
         print(f"{P} rank(s) on {device.type}, documents of {args.documents} tokens, {args.heads}/{args.kv_heads} heads")

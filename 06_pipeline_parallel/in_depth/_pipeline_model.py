@@ -26,10 +26,14 @@ class Sizes:
 class Block(nn.Module):
     def __init__(self, sizes: Sizes):
         super().__init__()
-        self.heads, hidden = sizes.heads, sizes.hidden
-        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+        self.heads = sizes.heads
+        hidden = sizes.hidden
+        self.norm1 = nn.RMSNorm(hidden)
+        self.norm2 = nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 of [B, N, S, D]
@@ -42,7 +46,8 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """RoPE (2104.09864). Every stage needs the positions, so they are passed beside x, not inside it."""
     half = x.shape[-1] // 2
     angle = positions[:, None] / 10000 ** (torch.arange(half, device=x.device) / half)  # [S, D/2]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -97,7 +102,8 @@ def make_batch(step: int, micro_batches: int, rows: int = 2, length: int = 16) -
     count = micro_batches * rows
     starts = (torch.arange(count) + step * count) * length % (len(data) - length - 1)
     text = data[starts[:, None] + torch.arange(length + 1)].unflatten(0, (micro_batches, rows))
-    tokens, labels = text[..., :-1], text[..., 1:].clone()
+    tokens = text[..., :-1]
+    labels = text[..., 1:].clone()
     for m in range(micro_batches):
         labels[m, :, length * (micro_batches - m) // micro_batches :] = IGNORE
     if micro_batches > 1:

@@ -70,12 +70,14 @@ class Turns:
 
     def __init__(self, note: Callable[[str, str], None] | None = None):
         self.note = note or (lambda chunk, event: None)
-        self.turn, self.running = "", set()  # the chunk with the turn; the unfinished chunks
+        self.turn = ""  # the chunk with the turn
+        self.running = set()  # the unfinished chunks
         self.changed = threading.Condition()
 
     def overlap(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Run both, the forward first. Raises the error of either one, after both have ended."""
-        self.turn, self.running = "F", {"F", "BW"}
+        self.turn = "F"
+        self.running = {"F", "BW"}
         raised: list[BaseException] = []
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -150,7 +152,9 @@ def pair_time(forward: Sequence[float], backward: Sequence[float], message: floa
     """The time of two chunks in turns: their parts in order, a message after each part but the last."""
     parts = {"F": deque(forward), "BW": deque(backward)}
     there = {"F": 0.0, "BW": 0.0}  # when the message of the chunk arrives
-    now, turn, other = 0.0, "F", "BW"
+    now = 0.0
+    turn = "F"
+    other = "BW"
     while parts[turn]:
         now = max(now, there[turn]) + parts[turn].popleft()
         there[turn] = now + message
@@ -190,8 +194,12 @@ def stage_of(layers: Sequence[int], hidden: int, group, turns: Turns, experts: S
 
 def demo(experts: int, group: dist.ProcessGroup, expert_group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """One step of DualPipeV next to the full model. Rank 0 of the world prints the table."""
-    p, hidden, tokens, depth = group.size(), 8, 4 * experts, 2
-    m, mine = 2 * p + 2, expert_group.rank()
+    p = group.size()
+    hidden = 8
+    tokens = 4 * experts
+    depth = 2
+    m = 2 * p + 2
+    mine = expert_group.rank()
     schedule = build("dualpipe-v", p, m, 2)
     events: list[tuple[str, str]] = []
     turns = Turns(lambda chunk, event: events.append((chunk, event)))
@@ -200,7 +208,8 @@ def demo(experts: int, group: dist.ProcessGroup, expert_group: dist.ProcessGroup
         (0, s): stage_of(layers[s], hidden, expert_group, turns, [mine]) for _, s in schedule.stages_of(group.rank())
     }
     whole = stage_of(range(2 * p * depth), hidden, None, turns, range(experts))
-    whole, _ = whole.to(device), [stage.to(device) for stage in stages.values()]
+    whole = whole.to(device)
+    _ = [stage.to(device) for stage in stages.values()]
     text = torch.randn(experts, m, tokens, hidden, generator=torch.Generator().manual_seed(1)).double().to(device)
 
     def loss(y: Tensor, _) -> Tensor:
@@ -230,7 +239,8 @@ def demo(experts: int, group: dist.ProcessGroup, expert_group: dist.ProcessGroup
         ("messages in pairs, by rank", str([row[1] for row in everyone]), ""),
         ("  beside the other's computing", str([row[1] for row in everyone]), str([row[2] for row in everyone])),
     ]
-    parts, ends = [1.0] * (2 * depth + 1), [2.0] * (2 * depth + 1)
+    parts = [1.0] * (2 * depth + 1)
+    ends = [2.0] * (2 * depth + 1)
     rows.append(
         ("F, BW, message 1, 2, 1 a part: a pair", f"{sum(parts) + sum(ends):g}", f"{pair_time(parts, ends, 1):g}")
     )
@@ -260,7 +270,8 @@ def main() -> None:
         experts = 2 if ranks % 2 == 0 else 1
     if experts < 1 or ranks % experts:
         parser.error(f"--experts {experts} does not divide {ranks} ranks; use a divisor")
-    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
@@ -268,7 +279,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
-    rank, wrong = dist.get_rank(), run(experts, device)
+    rank = dist.get_rank()
+    wrong = run(experts, device)
     gc.collect()
     dist.destroy_process_group()
     if rank == 0:
@@ -278,7 +290,9 @@ def main() -> None:
 
 def run(experts: int, device: torch.device) -> list[str]:
     """Make expert groups (0, 1), (2, 3), ... and pipelines (0, 2, ...), (1, 3, ...)."""
-    ranks, rank, limit = dist.get_world_size(), dist.get_rank(), timedelta(seconds=60)
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
+    limit = timedelta(seconds=60)
     pipelines = [dist.new_group(range(i, ranks, experts), timeout=limit) for i in range(experts)]
     neighbours = [dist.new_group(range(i, i + experts), timeout=limit) for i in range(0, ranks, experts)]
     return demo(experts, pipelines[rank % experts], neighbours[rank // experts], device)

@@ -116,7 +116,10 @@ class Mailbox:
         example: Tensor,
         crossings: dict[Message, tuple[Message, ...]] | None = None,
     ):
-        self.rank, self.group, self.example, self.batched = rank, group, example, crossings is not None
+        self.rank = rank
+        self.group = group
+        self.example = example
+        self.batched = crossings is not None
         self.batch: dict[Message, tuple[Message, ...]] = {}  # crossings queue as their first send here
         self.stands_for: dict[Message, Message | None] = {}  # and start at their last message
         self.here: dict[Result, Tensor] = {}  # made on this rank, not yet used or sent
@@ -130,7 +133,9 @@ class Mailbox:
                     if item != together[-1]:
                         continue
                     send = next(message for message in together if message.source == self.rank)
-                    self.stands_for[item], self.batch[send], item = send, together, send
+                    self.stands_for[item] = send
+                    self.batch[send] = together
+                    item = send
                 self.line.setdefault(self.lane(item), deque()).append(item)
                 self.going.setdefault(self.lane(item), deque())
 
@@ -174,7 +179,8 @@ class Mailbox:
         if self.batched:
             self.start_together(self.batch.get(message, (message,)))
             return
-        result, peer = (message.kind, message.stage, message.micro_batch), self.peer(message)
+        result = (message.kind, message.stage, message.micro_batch)
+        peer = self.peer(message)
         if message.source == self.rank:
             tensor = self.here.pop(result)
             going = self.going[peer]
@@ -187,7 +193,9 @@ class Mailbox:
 
     def start_together(self, messages: tuple[Message, ...]) -> None:
         """One message, or a crossing, as a batch: NCCL starts it all at once, Gloo one after the other."""
-        peer, tensors, operations = self.peer(messages[0]), [], []
+        peer = self.peer(messages[0])
+        tensors = []
+        operations = []
         for message in messages:
             mine = message.source == self.rank
             result = (message.kind, message.stage, message.micro_batch)
@@ -259,10 +267,16 @@ class Pipeline:
         check(schedule)
         if group.size() != schedule.ranks:
             raise ValueError(f"{schedule.name} for {schedule.ranks} ranks cannot run on a group of {group.size()}")
-        self.schedule, self.stages, self.group, self.rank = schedule, stages, group, group.rank()
+        self.schedule = schedule
+        self.stages = stages
+        self.group = group
+        self.rank = group.rank()
         if set(stages) != set(schedule.stages_of(self.rank)):
             raise ValueError(f"rank {self.rank} has stages {schedule.stages_of(self.rank)}, not {sorted(stages)}")
-        self.loss, self.example, self.on_stage_done, self.overlap = loss, example, on_stage_done, overlap
+        self.loss = loss
+        self.example = example
+        self.on_stage_done = on_stage_done
+        self.overlap = overlap
         self.directions = [schedule.direction(m) for m in range(schedule.micro_batches)]
         self.program = programs(schedule)[self.rank]
         together = dist.get_backend(group) == "nccl" if batched is None else batched
@@ -326,7 +340,9 @@ class Pipeline:
         self.check_batch(inputs, targets, extras)
         crossing = self.crossings if training or self.crossings is None else {}  # forward only: one by one
         self.mail = Mailbox(program, self.rank, self.group, self.example, crossing)
-        self.inputs, self.targets, self.extras = inputs, targets, extras
+        self.inputs = inputs
+        self.targets = targets
+        self.extras = extras
         self.held: dict[tuple[int, int], Held] = {}  # by stage and micro-batch
         self.total = torch.zeros((), dtype=torch.float64, device=self.example.device)
         self.peak, self.timeline = 0, []
@@ -353,7 +369,8 @@ class Pipeline:
 
     def check_batch(self, inputs: Sequence, targets: Sequence, extras: Sequence[dict]) -> None:
         """ValueError unless this rank has as many as there are micro-batches of each that it reads."""
-        held, m = {stage for _, stage in self.stages}, self.schedule.micro_batches
+        held = {stage for _, stage in self.stages}
+        m = self.schedule.micro_batches
         read = {"extras": extras}
         read |= {"inputs": inputs} if 0 in held else {}
         read |= {"targets": targets} if self.schedule.stages - 1 in held else {}
@@ -363,7 +380,8 @@ class Pipeline:
 
     def wait_for(self, action: Action) -> Any:
         """Return what the action needs: an input, a gradient, or nothing."""
-        stage, m = action.stage, action.micro_batch
+        stage = action.stage
+        m = action.micro_batch
         if action.kind == F:
             return self.inputs[m] if stage == 0 else self.mail.take((F, stage - 1, m))
         if action.kind == W or stage == self.schedule.stages - 1:
@@ -371,7 +389,8 @@ class Pipeline:
         return self.mail.take((B, stage + 1, m))
 
     def forward(self, action: Action, x: Any) -> None:
-        stage, m = action.stage, action.micro_batch
+        stage = action.stage
+        m = action.micro_batch
         module = self.stages[self.directions[m], stage]
         inputs: list[GradientEdge] = []
         # --- exercise 6.36: the input as the start of a graph, the output to be sent, only the rest kept ---
@@ -551,7 +570,8 @@ def parse_arguments() -> tuple[argparse.Namespace, Schedule]:
         parser.error(
             f"--layers {args.layers} is fewer than the {schedule.stages} stages; use {schedule.stages} or more"
         )
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
     return args, schedule
@@ -559,7 +579,10 @@ def parse_arguments() -> tuple[argparse.Namespace, Schedule]:
 
 def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Three steps next to the reference. Prints the table on rank 0 and returns the failures."""
-    rank, m, tied, double = group.rank(), schedule.micro_batches, not args.untied, torch.float64
+    rank = group.rank()
+    m = schedule.micro_batches
+    tied = not args.untied
+    double = torch.float64
     sizes = Sizes(layers=args.layers)
 
     def make(stage: int, stages: int) -> Stage:
@@ -578,7 +601,8 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
 
     pipeline = Pipeline(schedule, stages, group, loss=loss_of, example=example)
     extras = [{"positions": torch.arange(tokens.shape[-1], device=device)}] * m
-    errors, sent = list[Tensor](), SentBytes()
+    errors = list[Tensor]()
+    sent = SentBytes()
 
     def compare(got: Tensor, want: Tensor) -> None:
         errors.append((got - want).abs().max() / want.abs().max())
@@ -617,7 +641,8 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     error = max((row[0] for row in everyone), key=lambda e: (e != e, e))  # a NaN counts as the largest
-    measured, predicted = [[row[i] for row in everyone] for i in (1, 3)], [[row[i] for row in everyone] for i in (2, 4)]
+    measured = [[row[i] for row in everyone] for i in (1, 3)]
+    predicted = [[row[i] for row in everyone] for i in (2, 4)]
     rows = [  # what, predicted, measured, is it right?
         ("largest error against the reference", "<= 1e-10", f"{error:.1e}", all(row[0] <= 1e-10 for row in everyone)),
         ("activations held at most, by rank", predicted[0], measured[0], predicted[0] == measured[0]),
@@ -642,7 +667,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
-    rank, wrong = dist.get_rank(), demo(args, schedule, dist.group.WORLD, device)
+    rank = dist.get_rank()
+    wrong = demo(args, schedule, dist.group.WORLD, device)
     gc.collect()
     dist.destroy_process_group()
     if rank == 0:

@@ -83,7 +83,8 @@ def text(timeline: Timeline, colour: bool = False) -> str:
     for rank, row in enumerate(rows):
         line, column = "", 0
         for start, end, label, kind in row:
-            first, last = round(start * scale), round(end * scale)
+            first = round(start * scale)
+            last = round(end * scale)
             cell = label.ljust(last - first - 1)[: max(0, last - first - 1)]
             line += " " * (first - column) + (f"\033[{ANSI[kind]};30m{cell}\033[0m " if colour else f"{cell} ")
             column = max(first + len(cell) + 1, last)
@@ -98,12 +99,15 @@ def text(timeline: Timeline, colour: bool = False) -> str:
 
 def svg(timeline: Timeline) -> str:
     """The timeline as an SVG picture; the same timeline gives the same file, byte for byte."""
-    schedule, height, left = timeline.schedule, 24, 52
+    schedule = timeline.schedule
+    height = 24
+    left = 52
     shortest = min(
         end - start for rank in range(schedule.ranks) for start, end, _ in placed(timeline, rank) if end > start
     )
     scale = min(20 / shortest, 1100 / timeline.makespan)  # pixels per unit of time
-    width, bottom = left + timeline.makespan * scale + 74, 30 + schedule.ranks * (height + 4)
+    width = left + timeline.makespan * scale + 74
+    bottom = 30 + schedule.ranks * (height + 4)
     parts = []
 
     def box(
@@ -132,7 +136,9 @@ def svg(timeline: Timeline) -> str:
             f'<rect x="{left}" y="{y}" width="{timeline.makespan * scale:.1f}" height="{height}" fill="#f1f1f1"/>'
         )
         for start, end, block in placed(timeline, rank):
-            x, wide, high = left + start * scale, (end - start) * scale, height / len(block)
+            x = left + start * scale
+            wide = (end - start) * scale
+            high = height / len(block)
             for i, action in enumerate(block):
                 shade = chunk_of(schedule, rank, action)
                 box(x, y + i * high, wide, high, action.kind, shade, str(action.micro_batch))
@@ -141,7 +147,8 @@ def svg(timeline: Timeline) -> str:
                     f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{height}" fill="none" stroke="#000"/>'
                 )
         words(left + timeline.makespan * scale + 8, y + 16, f"holds {timeline.peak_activations[rank]}")
-    x, y = float(left), bottom + 10
+    x = float(left)
+    y = bottom + 10
     many = len(schedule.stages_of(0))
     for kind in kinds_in(schedule):
         for shade in range(min(many, 4)):
@@ -159,7 +166,8 @@ def svg(timeline: Timeline) -> str:
         parts.append(f'<rect x="{x:.1f}" y="{y}" width="14" height="14" fill="none" stroke="#000"/>')
         words(x + 19, y + 11, "framed: an overlapped pair")
         x += 190
-    width, total = max(width, x), bottom + 32
+    width = max(width, x)
+    total = bottom + 32
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {total}" width="{width:.0f}" '

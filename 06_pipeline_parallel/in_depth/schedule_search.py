@@ -89,13 +89,15 @@ def greedy(p: int, m: int, times: Times, limits: Sequence[int], eager: bool, ahe
     words: list[list[str]] = [[] for _ in range(p)]
     arrived: list[dict[str, list[float]]] = [{F: [], B: []} for _ in range(p)]  # when the k-th F or B may start
     arrived[0][F] = [0.0] * m
-    free, idle = [0.0] * p, [0.0] * p
+    free = [0.0] * p
+    idle = [0.0] * p
     forwards = sum(row[F] for row in cost) + (p - 1) * c  # when micro-batch 0 leaves the last stage
     first_b = [forwards + sum(row[B] + c for row in cost[rank + 1 :]) for rank in range(p)]  # without delays
     events = [(0.0, rank) for rank in range(p)]  # times at which a rank may choose an action
     while events:
         now, rank = heapq.heappop(events)
-        word, count = words[rank], {kind: words[rank].count(kind) for kind in (F, B, W)}
+        word = words[rank]
+        count = {kind: words[rank].count(kind) for kind in (F, B, W)}
         if now < free[rank] or count[W] == m:
             continue
         coming = {k: arrived[rank][k][count[k]] if count[k] < len(arrived[rank][k]) else float("inf") for k in (F, B)}
@@ -172,7 +174,11 @@ class Exhaustive:
     def __init__(
         self, p: int, m: int, times: Times, limit: int, place: Sequence[int] | None = None, most: float = math.inf
     ):
-        self.p, self.m, self.limit, self.most, self.place = p, m, limit, most, place or range(p)
+        self.p = p
+        self.m = m
+        self.limit = limit
+        self.most = most
+        self.place = place or range(p)
         self.stages = [[s for s, rank in enumerate(self.place) if rank == r] for r in range(p)]
         every = range(len(self.place))
         self.cost = [{kind: times.of(Action(kind, s, 0)) for kind in (F, B, W)} for s in every]
@@ -184,7 +190,8 @@ class Exhaustive:
 
     def run(self, start: Schedule, start_cost: float) -> tuple[Schedule, float]:
         self.best, self.best_cost = start, start_cost
-        lists, nothing = [()] * self.p, [()] * len(self.place)
+        lists = [()] * self.p
+        nothing = [()] * len(self.place)
         self.visit(lists, [0.0] * self.p, [None] * self.p, nothing, nothing, [None] * self.p)
         return self.best, self.best_cost
 
@@ -212,9 +219,11 @@ class Exhaustive:
     def begin(self, want: Action, free: float, f_end, b_end) -> float | None:
         """When a rank free from `free` on can start this; None while the end of its input is unknown."""
         if want.kind == F and want.stage > 0:
-            ends, travel = f_end[want.stage - 1], self.travel[want.stage]
+            ends = f_end[want.stage - 1]
+            travel = self.travel[want.stage]
         elif want.kind == B and want.stage < len(self.place) - 1:
-            ends, travel = b_end[want.stage + 1], self.travel[want.stage + 1]
+            ends = b_end[want.stage + 1]
+            travel = self.travel[want.stage + 1]
         else:
             return free
         return max(free, ends[want.micro_batch] + travel) if len(ends) > want.micro_batch else None
@@ -224,8 +233,12 @@ class Exhaustive:
             self.proven = False
             return
         self.nodes += 1
-        lists, free, first, wants = list(lists), list(free), list(first), list(wants)
-        f_end, b_end = list(f_end), list(b_end)
+        lists = list(lists)
+        free = list(free)
+        first = list(first)
+        wants = list(wants)
+        f_end = list(f_end)
+        b_end = list(b_end)
         moved = True
         while moved:  # execute the commitments whose inputs have known times
             moved = False
@@ -235,7 +248,8 @@ class Exhaustive:
                 begin = self.begin(want, free[r], f_end, b_end)
                 if begin is None:
                     continue
-                kind, s = want.kind, want.stage
+                kind = want.kind
+                s = want.stage
                 free[r] = begin + self.cost[s][kind]
                 first[r] = begin if first[r] is None else first[r]
                 lists[r] = (*lists[r], want)
@@ -295,7 +309,8 @@ def exhaustive(
     `start`: a schedule that fits; the search keeps its placement, such as a V. By default one stage per rank.
     If `most` nodes were visited, the search gave up, and nothing is proven.
     """
-    times, limit = times or Times(), limit or 2 * p
+    times = times or Times()
+    limit = limit or 2 * p
     start = start or automatic(p, m, times, limit)
     search = Exhaustive(p, m, times, limit, start.placement[0], most)
     best, cost = search.run(start, simulate(start, times).cost)
@@ -304,13 +319,15 @@ def exhaustive(
 
 def compare(p: int, m: int, times: Times, limit: int) -> tuple[list[str], str]:
     """One row of the demo's table, and its failure, if any."""
-    found, (best, cost, nodes) = automatic(p, m, times, limit), exhaustive(p, m, times, limit, most=MOST)
+    found = automatic(p, m, times, limit)
+    best, cost, nodes = exhaustive(p, m, times, limit, most=MOST)
     wrong = ""
     for schedule in (found, best):
         check(schedule)
         if max(simulate(schedule, times).peak_activations) > limit:
             wrong = f"a schedule holds more than {limit}"
-    heuristic, optimum = simulate(found, times).cost, simulate(best, times).cost
+    heuristic = simulate(found, times).cost
+    optimum = simulate(best, times).cost
     if optimum != cost or optimum > heuristic:
         wrong = f"the search says {cost:g}, its schedule costs {optimum:g}, the heuristic's {heuristic:g}"
     proven = nodes < MOST
@@ -332,7 +349,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.ranks is not None and not 2 <= args.ranks <= 4:
         parser.error(f"--ranks {args.ranks} is out of the search's reach; use 2, 3 or 4")
-    m, times = 4 if args.micro_batches is None else args.micro_batches, args.times or Times()
+    m = 4 if args.micro_batches is None else args.micro_batches
+    times = args.times or Times()
     if not 1 <= m <= 6:
         parser.error(f"--micro-batches {m} is out of the search's reach; use 1 to 6")
     if args.limit is not None and args.limit < 1:

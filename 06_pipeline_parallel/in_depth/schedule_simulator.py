@@ -42,7 +42,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-F, B, W, BW = "F", "B", "W", "BW"  # forward; backward for the input; backward for the weights; both at once
+F = "F"  # forward
+B = "B"  # backward for the input
+W = "W"  # backward for the weights
+BW = "BW"  # both at once
 Key = tuple[str, int, int]  # a result: (F, B or W; stage; micro-batch). BW yields two: B and W
 
 
@@ -95,7 +98,8 @@ class Schedule:
 
 def needs(schedule: Schedule, action: Action) -> list[Key]:
     """The results that must exist before the action may start."""
-    stage, micro_batch = action.stage, action.micro_batch
+    stage = action.stage
+    micro_batch = action.micro_batch
     # --- exercise 6.23: what an action waits for ---
     if action.kind == F:
         return [(F, stage - 1, micro_batch)] if stage > 0 else []
@@ -144,7 +148,8 @@ def messages_of(schedule: Schedule, action: Action) -> list[Message]:
     for kind, stage, micro_batch in action.yields():
         target = {F: stage + 1, B: stage - 1, W: -1}[kind]
         if 0 <= target < schedule.stages:
-            source, destination = schedule.rank_of(stage, micro_batch), schedule.rank_of(target, micro_batch)
+            source = schedule.rank_of(stage, micro_batch)
+            destination = schedule.rank_of(target, micro_batch)
             if source != destination:
                 result.append(Message(kind, stage, micro_batch, source, destination))
     return result
@@ -176,7 +181,8 @@ def crossings(schedule: Schedule) -> dict[Message, tuple[Message, ...]]:
     start them as one batch, at the last of them in `programs`. No rank needs the others sooner, because every
     action that needs them ends later. (The time is for actions of one unit each, as in `programs`.)
     """
-    timeline, at = simulate(schedule), {}  # at[two ranks, moment]: their messages, in the order of `programs`
+    timeline = simulate(schedule)
+    at = {}  # at[two ranks, moment]: their messages, in the order of `programs`
     order = sorted((end, rank, i) for rank, ends in enumerate(timeline.end) for i, end in enumerate(ends))
     for end, rank, i in order:
         for message in messages_of(schedule, schedule.actions[rank][i]):
@@ -237,7 +243,9 @@ def check(schedule: Schedule) -> None:
     4. the lists do not wait for each other in a circle;
     5. the messages, in the order of `programs`, pass even with blocking sends.
     """
-    name, p, m = schedule.name, schedule.ranks, schedule.micro_batches
+    name = schedule.name
+    p = schedule.ranks
+    m = schedule.micro_batches
     if len(schedule.actions) != p:
         raise ScheduleError(f"{name}: {len(schedule.actions)} lists of actions for {p} ranks")
     for direction, row in enumerate(schedule.placement):

@@ -267,8 +267,11 @@ def zb_v(p: int, m: int, v: int = 2) -> Schedule:
     full = max(m, 2 * p - 1)
     lists = []
     for r in range(p):
-        down, up, below = r, 2 * p - 1 - r, p - 1 - r
-        down_back, up_all = [(B, down), (W, down)], [(F, up), (B, up), (W, up)]
+        down = r
+        up = 2 * p - 1 - r
+        below = p - 1 - r
+        down_back = [(B, down), (W, down)]
+        up_all = [(F, up), (B, up), (W, up)]
         steps: list[Step] = [(F, down)] * (2 * below + 1)  # until the first activation returns from rank p-1
         steps += [(F, up), (F, down)] * r
         steps += up_all * (below + 1)
@@ -294,8 +297,13 @@ def dualpipe_v(p: int, m: int, v: int = 2) -> Schedule:
         raise ScheduleError(f"dualpipe-v: {m} micro-batches are too few for {p} ranks; use at least {2 * p}")
     lists = []
     for r in range(p):
-        down, up, below = r, 2 * p - 1 - r, p - 1 - r
-        f_down, f_up, with_down, with_up = (F, down), (F, up), (BW, down, True), (BW, up, True)
+        down = r
+        up = 2 * p - 1 - r
+        below = p - 1 - r
+        f_down = (F, down)
+        f_up = (F, up)
+        with_down = (BW, down, True)
+        with_up = (BW, up, True)
         steps: list[Step] = [f_down] * (2 * below)  # step 1
         steps += [f_down, f_up] * (r + 1)  # 2
         steps += [(B, up), (W, up), f_up] * below  # 3: what other ranks need first
@@ -342,16 +350,16 @@ def auto(p: int, m: int, v: int = 1, times: Times | None = None, limit: int | No
     two copies of the model. `times` are for one stage; `limit`: the stage activations that a rank may hold,
     by default twice what 1F1B holds on rank 0.
     """
-    times, limit = times or Times(), 2 * p * v if limit is None else limit
+    times = times or Times()
+    limit = 2 * p * v if limit is None else limit
     if limit < v:
         raise ScheduleError(f"auto: a limit of {limit} activations; use {v} or more, one for each stage of a rank")
     if v == 1:
-        found, drawn = automatic(p, m, times, limit), (naive, afab, one_f_one_b, zb_h1, zb_h2)
+        found = automatic(p, m, times, limit)
+        drawn = (naive, afab, one_f_one_b, zb_h1, zb_h2)
     else:
-        found, drawn = (
-            automatic_v(p, m, times, limit),
-            (interleaved, breadth_first, llama3, zb_v, v_half, v_min, dualpipe_v),
-        )
+        found = automatic_v(p, m, times, limit)
+        drawn = (interleaved, breadth_first, llama3, zb_v, v_half, v_min, dualpipe_v)
     candidates = [found]
     for make in drawn:
         try:
@@ -450,8 +458,13 @@ def published(schedule: Schedule, times: Times) -> tuple[float | None, tuple[int
 
     For stages that all take the same times, and messages that take none.
     """
-    name, p, m, v = schedule.name, schedule.ranks, schedule.micro_batches, schedule.stages // schedule.ranks
-    f, b, w = times.f, times.b, times.w
+    name = schedule.name
+    p = schedule.ranks
+    m = schedule.micro_batches
+    v = schedule.stages // schedule.ranks
+    f = times.f
+    b = times.b
+    w = times.w
     if times.communication or not all(isinstance(time, (int, float)) for time in (f, b, w)):
         return None, None
     filled = f + b + w if times.pair is None else times.pair  # the time of an F&B pair

@@ -76,7 +76,8 @@ def nodes_between(output: Node, aims: set[Node]) -> list[Node]:
 
 def weights_behind(nodes: Iterable[Node]) -> set[Node]:
     """The AccumulateGrad node of each weight behind these nodes: there it receives its gradient."""
-    seen, stack = set(nodes), list(nodes)
+    seen = set(nodes)
+    stack = list(nodes)
     while stack:
         for child, _ in stack.pop().next_functions:
             if child is not None and child not in seen:
@@ -183,7 +184,9 @@ class WeightPart:
     """The rest after B. It keeps the graph, and so the activations, alive until `run`, W, is done."""
 
     def __init__(self, cuts: list[Cut], parts: list["WeightPart"], owner: GradientEdge | None = None):
-        self.cuts, self.parts, self.owner = cuts, parts, owner  # parts: of the recomputed blocks inside
+        self.cuts = cuts
+        self.parts = parts  # of the recomputed blocks inside
+        self.owner = owner
 
     def run(self) -> None:
         """W. Adds the gradient to `.grad` of every weight, and fires each of its hooks once."""
@@ -198,7 +201,8 @@ class WeightPart:
             # --- exercise 6.28: from the gradients of these cuts to the gradients of their weights, and no more ---
             aims = [GradientEdge(node, 0) for node in set().union(*(cut.weights for cut in group))]
             starts = [pair for cut in group for pair in cut.kept()]
-            edges, grads = [edge for edge, _ in starts], [grad for _, grad in starts]
+            edges = [edge for edge, _ in starts]
+            grads = [grad for _, grad in starts]
             handles = [cut.node.register_prehook(cut.again) for cut in group]
             try:
                 found = torch.autograd.grad(edges, aims, grads, retain_graph=True, allow_unused=True)
@@ -211,7 +215,9 @@ class WeightPart:
                 del cut.node, cut.grads
         for part in self.parts:
             result += part.gradients()
-        self.cuts, self.parts, self.owner = [], [], None
+        self.cuts = []
+        self.parts = []
+        self.owner = None
         return result
 
 
@@ -236,7 +242,8 @@ def autocast_of_now(device_type: str) -> AbstractContextManager[object]:
     """The current autocast state, on or off, to enter again later."""
     if not torch.amp.is_autocast_available(device_type):  # meta
         return nullcontext()
-    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    enabled = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, dtype, enabled)
 
 
@@ -295,7 +302,8 @@ class Block(nn.Module):
     def __init__(self, hidden: int):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 2 * hidden)
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
         self.twice = nn.Parameter(torch.randn(hidden, hidden) / hidden**0.5)
 
     def forward(self, x: Tensor) -> Tensor:

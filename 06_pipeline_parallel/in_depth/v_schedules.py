@@ -102,10 +102,12 @@ def repeated(name: str, p: int, m: int, ways: Sequence[int]) -> Schedule:
     """The block, once for every micro-batch, six units apart, and the W's in the first units that are free."""
     lists = []
     for r, times in enumerate(block(p, ways)):
-        down, up = r, 2 * p - 1 - r
+        down = r
+        up = 2 * p - 1 - r
         steps = ((F, down), (F, up), (B, up), (B, down))
         row = {time + INTERVAL * i: Action(*step, i) for i in range(m) for step, time in zip(steps, times, strict=True)}
-        actions, waiting = [], deque()  # waiting: B's with a pending W
+        actions = []
+        waiting = deque()  # B's with a pending W
         for now in range(max(row) + 1):
             if now in row:
                 actions.append(row[now])
@@ -154,21 +156,26 @@ def greedy_v(p: int, m: int, times: Times, limit: int, caps: Sequence[int], orde
     or else ranks would fill with micro-batches of the way down, and none could continue. With one place free
     the oldest can always proceed. `patient`: wait for a result that arrives before a W would end.
     """
-    place, c, last = v_shape(p), times.communication, 2 * p - 1
+    place = v_shape(p)
+    c = times.communication
+    last = 2 * p - 1
     cost = {(kind, stage): times.of(Action(kind, stage, 0)) for kind in (F, B, W) for stage in range(2 * p)}
     arrived: dict[tuple[str, int], list[float]] = {(kind, stage): [] for kind in (F, B) for stage in range(2 * p)}
     arrived[F, 0] = [0.0] * m
     done = dict.fromkeys(cost, 0)
     waiting: list[deque[int]] = [deque() for _ in range(p)]  # stages of the B's with a pending W
-    free, lists = [0.0] * p, [[] for _ in range(p)]
+    free = [0.0] * p
+    lists = [[] for _ in range(p)]
     events = [(0.0, rank) for rank in range(p)]
     while events:
         now, r = heapq.heappop(events)
         if now < free[r]:
             continue
         stages = (r, last - r)
-        first, held = (done[F, r] - done[W, r]), sum(done[F, s] - done[W, s] for s in stages)
-        choice, next_arrival = None, float("inf")
+        first = done[F, r] - done[W, r]
+        held = sum(done[F, s] - done[W, s] for s in stages)
+        choice = None
+        next_arrival = float("inf")
         for kind, chunk in order:
             stage = stages[chunk]
             k = done[kind, stage]
@@ -202,7 +209,8 @@ def greedy_v(p: int, m: int, times: Times, limit: int, caps: Sequence[int], orde
 
 def automatic_v(p: int, m: int, times: Times | None = None, limit: int | None = None) -> Schedule:
     """The cheapest of `greedy_v` with all answers. `limit`: half stages a rank may hold, at least 2; 4p by default."""
-    times, limit = times or Times(), 4 * p if limit is None else limit
+    times = times or Times()
+    limit = 4 * p if limit is None else limit
     if limit < 2:
         raise ScheduleError(
             f"a limit of {limit}: in a V each micro-batch holds two half stages on a rank; use 2 or more"
@@ -222,18 +230,21 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="1 to 64")
     parser.add_argument("--micro-batches", type=int, default=None, help="more than ranks; 2 ranks + 2 by default")
     args = parser.parse_args()
-    p, m = args.ranks, 2 * args.ranks + 2 if args.micro_batches is None else args.micro_batches
+    p = args.ranks
+    m = 2 * args.ranks + 2 if args.micro_batches is None else args.micro_batches
     if not 1 <= p <= 64:
         parser.error(f"--ranks {p}: use 1 to 64")
     if not p < m <= 256:
         parser.error(f"--micro-batches {m}: use {p + 1} to 256, more than there are ranks")
     if not is_rank_zero():
         return 0
-    table, off = [["schedule", "bubble", "predicted", "held", "predicted", "of 1F1B's"]], []
+    table = [["schedule", "bubble", "predicted", "held", "predicted", "of 1F1B's"]]
+    off = []
     for name, make in (("v-min", v_min), ("v-half", v_half)):
         schedule = make(p, m)
         check(schedule)
-        timeline, (bubble, held) = simulate(schedule), predicted(name, p)
+        timeline = simulate(schedule)
+        bubble, held = predicted(name, p)
         if (timeline.bubble, timeline.peak_activations) != (bubble, held):
             off.append(f"{name}: bubble {timeline.bubble:g}, holds {timeline.peak_activations}; not {bubble:g}, {held}")
         most = max(timeline.peak_activations)

@@ -34,8 +34,10 @@ class Wire(TorchDispatchMode):
         if func.namespace == "c10d":
             self.calls[func._opname] += 1
         if func.namespace == "c10d" and func._opname == "alltoall_base_":
-            group, splits = dist.ProcessGroup.unbox(args[2]), args[4]
-            size, rows = group.size(), args[1].shape[0]
+            group = dist.ProcessGroup.unbox(args[2])
+            splits = args[4]
+            size = group.size()
+            rows = args[1].shape[0]
             splits = splits or [rows // size] * size
             for other, n in enumerate(splits):
                 if other != group.rank() and n:
@@ -96,7 +98,9 @@ class Report:
     """A table of what was predicted and what was measured, printed by rank 0."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.wrong, self.rank = group, [], dist.get_rank(group)
+        self.group = group
+        self.wrong = []
+        self.rank = dist.get_rank(group)
         self.errors: list[float] = []
 
     def title(self, text: str) -> None:
@@ -147,7 +151,8 @@ def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoRe
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
-    rank, wrong = dist.get_rank(), demo(dist.group.WORLD, device)
+    rank = dist.get_rank()
+    wrong = demo(dist.group.WORLD, device)
     gc.collect()  # cycles that refer to the group must not outlive it
     dist.destroy_process_group()
     if rank == 0:
@@ -162,6 +167,7 @@ def text(rows: int, length: int, start: int = 0) -> Tensor:
 
 
 def check_gpus(parser: OneLineParser) -> None:
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")

@@ -27,16 +27,20 @@ class SlowMoE(nn.Module):
 
     def __init__(self, c: MoEConfig):
         super().__init__()
-        self.c, self.steps = c, torch.zeros(c.experts, dtype=torch.int64)
+        self.c = c
+        self.steps = torch.zeros(c.experts, dtype=torch.int64)
         whole = MoE(c, None, None)
-        self.gate, self.experts = whole.gate, whole.experts
+        self.gate = whole.gate
+        self.experts = whole.experts
         if c.shared:
             self.shared_experts = whole.shared_experts
         self.counts = torch.zeros(c.experts, dtype=torch.int64)
-        self.extra, self.dropped = torch.zeros(()), 0
+        self.extra = torch.zeros(())
+        self.dropped = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        c, shape = self.c, x.shape
+        c = self.c
+        shape = x.shape
         x = x.reshape(-1, shape[-1])
         logits = x @ self.gate.weight.T
         s = logits.sigmoid() if c.router == "sigmoid" else logits.exp() / logits.exp().sum(-1, keepdim=True)

@@ -142,7 +142,9 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+        ctx.send = send
+        ctx.receive = receive
+        ctx.group = group
         return exchange_rows(x, send, receive, group)
 
     @staticmethod
@@ -182,13 +184,15 @@ def make_plan(
     bad: 0-dim, how many tokens have logits that are not finite. It is sent with the counts, so that all ranks
     end with the same error at the same time, rather than some in a timeout. what: the layer of the logits.
     """
-    P, T = size_of(group), len(experts)
+    P = size_of(group)
+    T = len(experts)
     bad = experts.new_zeros(()) if bad is None else bad
     if version == "pairs":
         # --- exercise 7.31: permute: the pairs sorted by expert and so by rank, those that stay at home last ---
         wants = experts.flatten() if kept is None else experts.flatten().masked_fill(~kept.flatten(), E)  # E: dropped
         rows = wants.argsort(stable=True)  # [T K] flat pairs t·K + k; within an expert in token order
-        to, mine = wants[rows] // (E // P), expert_counts(wants, E + 1)[:E].view(P, -1)  # [T K], [P, E/P]
+        to = wants[rows] // (E // P)  # [T K]
+        mine = expert_counts(wants, E + 1)[:E].view(P, -1)  # [P, E/P]
         # --- end exercise ---
         leave = mine.sum(1, keepdim=True)  # [P, 1] rows for each rank
     else:
@@ -197,7 +201,8 @@ def make_plan(
         wanted.scatter_add_(1, experts // (E // P), used.long())  # how many experts of each rank a token uses
         wanted = wanted > 0 if version == "once" else torch.ones_like(wanted)
         rows = first_true(wanted.T)  # [P T] by rank, then by token; unused ones last
-        to, rows = rows // max(T, 1), rows % max(T, 1)
+        to = rows // max(T, 1)
+        rows = rows % max(T, 1)
         leave = wanted.sum(0)[:, None]  # [P, 1]
         mine = expert_counts(experts.masked_fill(~used, E), E + 1)[:E].view(P, -1)  # [P, E/P]
     message = torch.cat((leave, mine, bad.expand(P, 1)), 1)
@@ -209,9 +214,11 @@ def make_plan(
     if ill:
         raise RouterError(f"router logits of {what} are not finite: {', '.join(ill)}")
     send, receive = ([sum(row[:-1]) if version == "pairs" else row[0] for row in side] for side in (message, come))
-    arrived, n = [row[-1 - E // P : -1] for row in come], sum(send)
+    arrived = [row[-1 - E // P : -1] for row in come]
+    n = sum(send)
     if n < len(rows):
-        rows, to = rows[:n].clone(), to[:n].clone()  # a view would also keep the rest alive
+        rows = rows[:n].clone()
+        to = to[:n].clone()  # a view would also keep the rest alive
     return Plan(E, experts, kept, rows, to, send, receive, arrived)
 
 
@@ -223,7 +230,8 @@ def first_true(wanted: Tensor) -> Tensor:
 
 def dispatch_pairs(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, group: Group) -> Tensor:
     """x [T, H], weights [T, K] -> [T, H]. The rank of the token takes the weighted sum."""
-    K, per_rank = weights.shape[1], len(plan.arrived[0])
+    K = weights.shape[1]
+    per_rank = len(plan.arrived[0])
     # --- exercise 7.32: there, compute, and back, each row to its place ---
     rows = Exchange.apply(x[plan.rows // K], plan.send, plan.receive, group)  # [n, H] -> [n', H]: by rank, then expert
     blocks = torch.arange(len(rows), device=x.device).split([n for row in plan.arrived for n in row])  # P E/P of them
@@ -242,7 +250,8 @@ def dispatch_rows(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, grou
     Each row has a table [n, E/P] of the weights for the receiver's experts, with -1 for "not this one", since
     a weight is never negative, but can be 0 and still have a gradient.
     """
-    P, E = size_of(group), plan.E
+    P = size_of(group)
+    E = plan.E
     weights = weights if plan.kept is None else weights.masked_fill(~plan.kept, -1)
     table = weights.new_full((len(x), E), -1).scatter(1, plan.experts, weights)  # [T, E]
     # --- exercise 7.33: rows and weights there, one sum per row back ---
@@ -251,7 +260,8 @@ def dispatch_rows(x: Tensor, weights: Tensor, plan: Plan, compute: Compute, grou
     table = Exchange.apply(table, plan.send, plan.receive, group)  # [n, E/P] -> [n', E/P]
     counts = [sum(column) for column in zip(*plan.arrived, strict=True)]  # pairs of each expert here
     pairs = first_true((table >= 0).T)[: sum(counts)]  # (row, expert) pairs here, by expert
-    expert, row = pairs // max(len(table), 1), pairs % max(len(table), 1)
+    expert = pairs // max(len(table), 1)
+    row = pairs % max(len(table), 1)
     y = compute(rows[row], counts)
     y = y * table[row, expert, None].to(y.dtype)
     y = y.new_zeros(len(rows), y.shape[1]).index_add(0, row, y)  # [n', H]: summed over this rank's experts
@@ -291,7 +301,8 @@ def rows_that_leave(version: str, experts: Tensor, used: Tensor, E: int, P: int,
 def bytes_sent(version: str, rows: list[list[int]], rank: int, H: int, E: int, e: int, e_weight: int) -> int:
     """Bytes that `rank` sends in all-to-alls, both passes. rows[i][j]: rows from rank i to rank j, i != j."""
     P = len(rows)
-    n, m = sum(rows[rank]), sum(row[rank] for row in rows)
+    n = sum(rows[rank])
+    m = sum(row[rank] for row in rows)
     counts = (P - 1) * 8 * (E // P + (1 if version == "pairs" else 2))  # int64, forward only
     tables = 0 if version == "pairs" else (n + m) * E // P * e_weight  # weights and their gradients
     return 2 * (n + m) * H * e + tables + counts
@@ -299,9 +310,15 @@ def bytes_sent(version: str, rows: list[list[int]], rank: int, H: int, E: int, e
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """One layer on P ranks, each with its own text, next to one process with all tokens and all experts."""
-    rank, P, E, K = dist.get_rank(group), size_of(group), args.experts, args.top_k
-    H, F_ = args.hidden, args.intermediate
-    report, T, dtype = Report(group), args.tokens, torch.float32 if args.compute == "grouped" else torch.float64
+    rank = dist.get_rank(group)
+    P = size_of(group)
+    E = args.experts
+    K = args.top_k
+    H = args.hidden
+    F_ = args.intermediate
+    report = Report(group)
+    T = args.tokens
+    dtype = torch.float32 if args.compute == "grouped" else torch.float64
     generator = torch.Generator().manual_seed(0)
     shapes = {"embed": (256, H), "gate": (E, H), "w1": (E, F_, H), "w3": (E, F_, H), "w2": (E, H, F_)}
     full = {n: torch.randn(*s, generator=generator, dtype=dtype).to(device) / s[-1] ** 0.5 for n, s in shapes.items()}
@@ -317,15 +334,18 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     def drop(experts: Tensor, among: Group) -> Tensor | None:
         return within_capacity(experts, E, args.capacity, among) if args.capacity else None
 
-    want, want_x = {name: leaf(value) for name, value in full.items()}, leaf(inputs)
+    want = {name: leaf(value) for name, value in full.items()}
+    want_x = leaf(inputs)
     experts, weights = choose(want_x, want["gate"])
     plan = make_plan("pairs", experts, drop(experts, None), E, None)
     all_kept = plan.kept
     want_y = reference(want_x, weights, plan, want["w1"], want["w3"], want["w2"])
     (want_y * want_y.detach().cos()).sum().backward()  # a gradient with different elements
 
-    here, local = slice(rank * T, (rank + 1) * T), slice(rank * E // P, (rank + 1) * E // P)
-    mine, my_x = {n: leaf(v if n == "gate" else v[local]) for n, v in full.items()}, leaf(inputs[here])
+    here = slice(rank * T, (rank + 1) * T)
+    local = slice(rank * E // P, (rank + 1) * E // P)
+    mine = {n: leaf(v if n == "gate" else v[local]) for n, v in full.items()}
+    my_x = leaf(inputs[here])
     with Wire() as wire:
         my_experts, my_weights = choose(my_x, mine["gate"])
         plan = make_plan(args.version, my_experts, drop(my_experts, group), E, group)

@@ -104,8 +104,12 @@ def dispatch_fixed(
 
     The host knows every shape: no plan, no counts, no wait. T may differ between ranks, C may not.
     """
-    (T, K), H, P, mine = slots.shape, x.shape[1], size_of(group), len(w1)
-    E, share = mine * P, [mine * C] * P
+    T, K = slots.shape
+    H = x.shape[1]
+    P = size_of(group)
+    mine = len(w1)
+    E = mine * P
+    share = [mine * C] * P
     # --- exercise 7.42: into slots, there, compute all slots, and all the way back ---
     pairs = x[:, None].expand(T, K, H).reshape(T * K, H)
     out = x.new_zeros(E * C + 1, H).index_copy(0, slots.flatten(), pairs)[:-1]  # the last slot is for the dropped
@@ -137,7 +141,8 @@ def room(T: int, E: int, K: int, factor: float | None) -> int:
 
 def plan_fixed(experts: Tensor, E: int, factor: float | None, group: Group) -> FixedPlan:
     """factor: of the capacity; None: room for all, nothing is dropped."""
-    (T, K), P = experts.shape, size_of(group)
+    T, K = experts.shape
+    P = size_of(group)
     C = room(T, E, K, factor)
     return FixedPlan(experts, slots_of(experts, E, C), C, [E // P * C] * P, [E // P * C] * P)
 
@@ -167,7 +172,8 @@ def moe_fixed(
 
     Router, losses, experts: as in moe_layer.py; only dispatch differs. `shared`: an expert for all tokens.
     """
-    logits, E = router_logits(x, gate), len(gate)
+    logits = router_logits(x, gate)
+    E = len(gate)
     routing = route(logits, K, router)
     slots = slots_of(routing.experts, E, C)
     y = dispatch_fixed(x, routing.weights, slots, w1, w3, w2, C, group)
@@ -194,9 +200,16 @@ def eager(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, K: int, C
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    rank, P, E, K, T, H, F_ = dist.get_rank(group), size_of(group), args.experts, args.top_k, args.tokens, 32, 48
+    rank = dist.get_rank(group)
+    P = size_of(group)
+    E = args.experts
+    K = args.top_k
+    T = args.tokens
+    H = 32
+    F_ = 48
     C = room(T, E, K, args.capacity)
-    report, generator = Report(group), torch.Generator().manual_seed(0)
+    report = Report(group)
+    generator = torch.Generator().manual_seed(0)
     shapes = {"embed": (256, H), "gate": (E, H), "w1": (E, F_, H), "w3": (E, F_, H), "w2": (E, H, F_)}
     full = {n: torch.randn(*s, generator=generator, dtype=torch.float64) / s[-1] ** 0.5 for n, s in shapes.items()}
     inputs = F.rms_norm(full.pop("embed")[text(1, P * T)[0]], (H,))[rank * T : (rank + 1) * T]

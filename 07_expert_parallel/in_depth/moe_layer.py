@@ -109,7 +109,9 @@ class AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+        ctx.scale = scale
+        ctx.dtype = loss.dtype
+        ctx.device = loss.device
         return y.view_as(y)
 
     @staticmethod
@@ -184,10 +186,16 @@ class MoE(nn.Module):
             raise ValueError(f"compute {compute!r} multiplies all experts at once, and not by parts.linear; use loop")
         if stuck := cannot_learn(config.experts, config.top_k, config.router, config.normalise):
             warnings.warn(f"the router learns from no loss but its own: {stuck}", stacklevel=2)
-        self.config, self.group, self.count_group = config, group, count_group
-        self.version, self.compute, self.parts = version, COMPUTES[compute], parts
+        self.config = config
+        self.group = group
+        self.count_group = count_group
+        self.version = version
+        self.compute = COMPUTES[compute]
+        self.parts = parts
         self.name = "an MoE layer"  # for error messages
-        H, F_, mine = config.hidden, config.intermediate, config.experts // size_of(group)
+        H = config.hidden
+        F_ = config.intermediate
+        mine = config.experts // size_of(group)
         weight = partial(Weight, sequence_parallel=sequence_parallel)
         self.gate = weight(config.experts, H)
         self.experts = nn.ModuleDict({"w1": weight(mine, F_, H), "w3": weight(mine, F_, H), "w2": weight(mine, H, F_)})
@@ -203,7 +211,9 @@ class MoE(nn.Module):
         self.tape: Tape | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        c, tape, shape = self.config, self.tape or Tape(), x.shape
+        c = self.config
+        tape = self.tape or Tape()
+        shape = x.shape
         x = x.flatten(0, -2)  # [B, S, H] -> [T, H]
         logits = router_logits(x, self.gate.weight)  # [T, E]
         bias = c.bias_speed * self.bias_steps if c.bias_speed else None
@@ -211,7 +221,8 @@ class MoE(nn.Module):
         routing = route(logits, c.top_k, c.router, bias, c.nodes, c.max_nodes, c.normalise, again)
         if tape.plan is None:
             self.decide(tape, logits, routing.experts)
-        linear, act = getattr(self.parts, "linear", F.linear), getattr(self.parts, "swiglu", swiglu)
+        linear = getattr(self.parts, "linear", F.linear)
+        act = getattr(self.parts, "swiglu", swiglu)
         h, w1, w3, w2 = under_autocast(x, *(self.experts[name].weight for name in ("w1", "w3", "w2")))
         if isinstance(tape.plan, FixedPlan):
             y = dispatch_fixed(h, routing.weights, tape.plan.slots, w1, w3, w2, tape.plan.C, self.group, act)  # [T, H]
@@ -373,22 +384,28 @@ def plain_loss(x: Tensor, w: dict[str, Tensor], c: MoEConfig, steps: Tensor) -> 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Two steps of two micro-batches, each rank with its own text, next to one process with all text."""
-    rank, P, T, m = dist.get_rank(group), size_of(group), 64, 2
+    rank = dist.get_rank(group)
+    P = size_of(group)
+    T = 64
+    m = 2
     speed = 0.01 if args.router == "sigmoid" else 0.0
     normalise = {"yes": True, "no": False}.get(args.normalise)
     losses = {"balance": 0.1, "z": 0.01}
     c = MoEConfig(32, 48, args.experts, args.top_k, 1, args.router, **losses, bias_speed=speed, normalise=normalise)
     layer = MoE(c, group, group, version=args.version).to(device, torch.float64)
     run = recomputed(layer) if args.recompute else layer
-    generator, full = torch.Generator().manual_seed(0), {}
+    generator = torch.Generator().manual_seed(0)
+    full = {}
     named = {name.split(".")[-2]: (name, p) for name, p in layer.named_parameters()}
-    E, local = c.experts, slice(rank * c.experts // P, (rank + 1) * c.experts // P)
+    E = c.experts
+    local = slice(rank * c.experts // P, (rank + 1) * c.experts // P)
     for name, (_, p) in named.items():
         shape = (E, *p.shape[1:]) if name in ("w1", "w2", "w3") else p.shape
         full[name] = torch.randn(*shape, generator=generator, dtype=torch.float64).to(device) / shape[-1] ** 0.5
         p.data.copy_(full[name][local] if name in ("w1", "w2", "w3") else full[name])
     table = torch.randn(256, c.hidden, generator=generator, dtype=torch.float64).to(device)
-    steps, report = torch.zeros(E, dtype=torch.int64, device=device), Report(group)
+    steps = torch.zeros(E, dtype=torch.int64, device=device)
+    report = Report(group)
     for step in range(2):
         batch = F.rms_norm(table[text(m, P * T, start=step * m * P * T).to(device)], (c.hidden,))  # [m, P·T, H]
         want = {name: value.clone().requires_grad_() for name, value in full.items()}

@@ -235,7 +235,9 @@ class Attention(nn.Module):
 
     def __init__(self, c: LlamaConfig):
         super().__init__()
-        H, self.D, self.theta = c.moe.hidden, c.moe.hidden // c.heads, c.rope_theta
+        H = c.moe.hidden
+        self.D = c.moe.hidden // c.heads
+        self.theta = c.rope_theta
         sizes = {"q_proj": H, "k_proj": c.kv_heads * self.D, "v_proj": c.kv_heads * self.D}
         for name, size in sizes.items():
             self.add_module(name, nn.Linear(H, size, bias=False))
@@ -244,7 +246,8 @@ class Attention(nn.Module):
     def rope(self, x: Tensor) -> Tensor:  # [B, S, N, D]
         exponent = torch.arange(0, self.D, 2, device=x.device).float() / self.D
         angle = torch.arange(x.shape[1], device=x.device)[:, None].float() * (1.0 / self.theta**exponent)
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]  # [S, 1, D/2]
+        cos = angle.cos()[:, None]
+        sin = angle.sin()[:, None]  # [S, 1, D/2]
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -259,7 +262,8 @@ class Block(nn.Module):
     def __init__(self, c: LlamaConfig, feed_forward: Callable[[], nn.Module]):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(c.moe.hidden, c.norm_eps) for _ in range(2))
-        self.self_attn, self.mlp = Attention(c), feed_forward()
+        self.self_attn = Attention(c)
+        self.mlp = feed_forward()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))
@@ -274,7 +278,8 @@ class MoELlama(nn.Module):
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(c.vocab_size, c.moe.hidden)
         blocks = [Block(c, lambda: MoE(c.moe, group, count_group, **options)) for _ in range(c.layers)]
-        self.model.layers, self.model.norm = nn.ModuleList(blocks), nn.RMSNorm(c.moe.hidden, c.norm_eps)
+        self.model.layers = nn.ModuleList(blocks)
+        self.model.norm = nn.RMSNorm(c.moe.hidden, c.norm_eps)
         self.lm_head = nn.Linear(c.moe.hidden, c.vocab_size, bias=False)
         init_moe(self, c.layers, 0, [name for name, _ in self.named_parameters()])
         if recompute:
@@ -314,18 +319,24 @@ def train_step(model: nn.Module, batches: list[MicroBatch], data_group: Group, r
 def batch_of(step: int, micro_batches: int, B: int, S: int, device: torch.device | str = "cpu") -> list[MicroBatch]:
     """Micro-batches of text; a part of the first rows has no targets."""
     data = text(micro_batches * B, S + 1, start=step * micro_batches * B * (S + 1)).to(device)
-    tokens, labels = data[:, :-1], data[:, 1:].clone()
+    tokens = data[:, :-1]
+    labels = data[:, 1:].clone()
     labels[0, : S // 2] = IGNORE
     return list(zip(tokens.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    rank, D, P, m, S = dist.get_rank(group), size_of(group), args.ep or size_of(group), 2, 24
+    rank = dist.get_rank(group)
+    D = size_of(group)
+    P = args.ep or size_of(group)
+    m = 2
+    S = 24
     experts, replicas = expert_groups([list(range(D))], P)
     sigmoid = args.router == "sigmoid"
     balance = dict(bias_speed=0.01) if sigmoid else dict(balance=0.1, z=0.01)
     moe = MoEConfig(32, 48, args.experts, args.top_k, 1, args.router, capacity=args.capacity, **balance)
-    config, report = LlamaConfig(moe), Report(group)
+    config = LlamaConfig(moe)
+    report = Report(group)
     dtype = torch.float32 if args.compute == "grouped" else torch.float64
     options = dict(version=args.version, compute=args.compute)
     model = MoELlama(config, experts, group, recompute=args.recompute, **options).to(device, dtype)
@@ -333,20 +344,24 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
     for step in range(3):
         batch = batch_of(step, m, 2 * D, S, device)
         mine = [(tokens.chunk(D)[rank], labels.chunk(D)[rank]) for tokens, labels in batch]
-        want, loss = train_step(reference, batch, None, None), train_step(model, mine, group, replicas)
+        want = train_step(reference, batch, None, None)
+        loss = train_step(model, mine, group, replicas)
         report.compare(loss, want)
         wanted = gather_experts(reference, {n: p.grad for n, p in reference.named_parameters()}, None)
         for name, gradient in gather_experts(model, {n: p.grad for n, p in model.named_parameters()}, experts).items():
             report.compare(gradient, wanted[name])
         report.compare(squared_gradient_norm(model, experts), squared_gradient_norm(reference, None))
-        losses, expected = take_losses(model, group), take_losses(reference, None)
+        losses = take_losses(model, group)
+        expected = take_losses(reference, None)
         for what, value in expected.items():
             report.compare(torch.tensor(losses[what]), torch.tensor(value))
-        counts, expected = update_biases(model, group), update_biases(reference, None)
+        counts = update_biases(model, group)
+        expected = update_biases(reference, None)
         report.compare(counts.double(), expected.double())
         for p in [*model.parameters(), *reference.parameters()]:
             p.data -= 0.1 * p.grad
-    state, expected = full_state_dict(model, experts), full_state_dict(reference, None)
+    state = full_state_dict(model, experts)
+    expected = full_state_dict(reference, None)
     for name, value in state.items():
         report.compare(value.double(), expected[name].double())
 

@@ -265,8 +265,13 @@ def chosen_one_by_one(logits: Tensor, K: int, router: str, bias: Tensor, nodes: 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Route real text, different on each rank, and compare with one process that has all of it."""
-    rank, P, E, K, H = dist.get_rank(group), dist.get_world_size(group), args.experts, args.top_k, 32
-    report, T = Report(group), args.tokens
+    rank = dist.get_rank(group)
+    P = dist.get_world_size(group)
+    E = args.experts
+    K = args.top_k
+    H = 32
+    report = Report(group)
+    T = args.tokens
     generator = torch.Generator().manual_seed(0)
     table, gate = (torch.randn(n, H, generator=generator, dtype=torch.float64) for n in (256, E))
     gate[0] += 0.5  # a skewed start: expert 0 scores high

@@ -83,7 +83,8 @@ def node_groups(ranks: list[int], nodes: int, timeout: float = 60.0) -> tuple[Gr
     if nodes < 1 or len(ranks) % nodes:
         fits = ", ".join(str(n) for n in range(1, len(ranks) + 1) if len(ranks) % n == 0)
         raise ValueError(f"{nodes} nodes cannot share {len(ranks)} ranks evenly; use {fits}")
-    size, mine = len(ranks) // nodes, [None, None]
+    size = len(ranks) // nodes
+    mine = [None, None]
     # --- exercise 7.43: cut the ranks into nodes, and into those that have the same place ---
     inside = [ranks[i : i + size] for i in range(0, len(ranks), size)]
     across = [ranks[i::size] for i in range(size)]
@@ -176,7 +177,8 @@ def hop(
     sums. A row is sent once to each rank that covers one of its experts, and one sum comes back. `meanwhile`
     is computed while rows are in flight, and added: [n, H].
     """
-    P, n = size_of(group), len(x)
+    P = size_of(group)
+    n = len(x)
     by_rank = table.unflatten(1, (P, -1))  # [n, P', E'/P']
     # --- exercise 7.45: each row to each rank that it needs, once; there `inner` answers; the sums come back ---
     wanted = (by_rank >= 0).any(2).T  # [P', n]
@@ -184,8 +186,10 @@ def hop(
     mine = torch.cat((wanted.sum(1, keepdim=True), (by_rank >= 0).sum(0)), 1)  # [P', 1 + E'/P'] rows, pairs by expert
     theirs = exchange_rows(mine, [1] * P, [1] * P, group)  # [P', 1 + E'/P']: row r is from rank r
     out, come = torch.stack((mine, theirs)).tolist()  # the host waits
-    send, receive = [row[0] for row in out], [row[0] for row in come]
-    to, row = to_row[: sum(send)] // max(n, 1), to_row[: sum(send)] % max(n, 1)
+    send = [row[0] for row in out]
+    receive = [row[0] for row in come]
+    to = to_row[: sum(send)] // max(n, 1)
+    row = to_row[: sum(send)] % max(n, 1)
     tables = Exchange.apply(by_rank[row, to], send, receive, group)  # [m, E'/P'] -> [m', E'/P']
     trip = Trip(send, receive, group, note)
     rows = Depart.apply(x[row], trip)  # [m, H] -> [m', H]
@@ -201,7 +205,8 @@ def hop(
 def answer(rows: Tensor, table: Tensor, counts: list[int], compute: Compute) -> Tensor:
     """The innermost step: rows [n, H], table [n, E/P] -> weighted sums [n, H] over this rank's experts."""
     pairs = first_true((table >= 0).T)[: sum(counts)]  # by expert, then by row
-    expert, row = pairs // max(len(rows), 1), pairs % max(len(rows), 1)
+    expert = pairs // max(len(rows), 1)
+    row = pairs % max(len(rows), 1)
     y = compute(rows[row], counts) * table[row, expert, None].to(rows.dtype)
     return y.new_zeros(len(rows), y.shape[1]).index_add(0, row, y)
 
@@ -236,7 +241,9 @@ def bytes_by_link(experts: list[Tensor], rank: int, nodes: int, E: int, H: int, 
     experts: [T, K] of each rank. Rows, tables of weights and gradients have e bytes per element."""
     P = len(experts)
     size = P // nodes
-    node, place, owner = rank // size, rank % size, [chosen // (E // P) for chosen in experts]  # owner [T, K]
+    node = rank // size
+    place = rank % size
+    owner = [chosen // (E // P) for chosen in experts]  # [T, K]
 
     def rows(of: int, *ranks: int) -> int:
         """Tokens of rank `of` that use an expert on one of these ranks."""
@@ -255,9 +262,16 @@ def bytes_by_link(experts: list[Tensor], rank: int, nodes: int, E: int, H: int, 
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """One layer with a shared expert, in two hops, next to one process with all tokens and all experts."""
-    rank, P, E, K, T, H, F_ = dist.get_rank(group), size_of(group), args.experts, args.top_k, args.tokens, 32, 48
+    rank = dist.get_rank(group)
+    P = size_of(group)
+    E = args.experts
+    K = args.top_k
+    T = args.tokens
+    H = 32
+    F_ = 48
     inside, across = node_groups(list(range(P)), args.nodes)
-    report, generator = Report(group), torch.Generator().manual_seed(0)
+    report = Report(group)
+    generator = torch.Generator().manual_seed(0)
     shapes = {"embed": (256, H), "gate": (E, H), "w1": (E, F_, H), "w3": (E, F_, H), "w2": (E, H, F_)}
     shapes |= {"up": (F_, H), "down": (H, F_)}
     full = {n: torch.randn(*s, generator=generator, dtype=torch.float64).to(device) / 6 for n, s in shapes.items()}
@@ -319,7 +333,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1, help="nodes that the ranks are on")
     parser.add_argument("--max-nodes", type=int, default=None, help="nodes that a token may use; default: all")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each rank")
-    args, world = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
+    args = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     parser.check_range(args, experts=(1, 1024), top_k=(1, 1024), nodes=(1, 1024), tokens=(1, 4096))
     if world % args.nodes:
         fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)

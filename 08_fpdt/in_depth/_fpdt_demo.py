@@ -29,7 +29,8 @@ class Wire(TorchDispatchMode):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.P, self.bytes = group.size(), 0
+        self.P = group.size()
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname == "alltoall_base_":
@@ -87,7 +88,8 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tup
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[..., None, :], sin[..., None, :]  # equal for all heads
+    cos = cos[..., None, :]
+    sin = sin[..., None, :]  # equal for all heads
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -104,7 +106,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.head_dim, self.parts = hidden // heads, SimpleNamespace(rope=apply_rope, attention=dense_attention)
+        self.head_dim = hidden // heads
+        self.parts = SimpleNamespace(rope=apply_rope, attention=dense_attention)
         self.q_proj = nn.Linear(hidden, hidden, bias=False)
         self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
@@ -231,7 +234,8 @@ def run(args: argparse.Namespace, demo: Callable[..., list[str]], on_cpu: bool =
         torch.cuda.set_device(device)
         alone["device_id"] = device
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
-    rank, wrong = dist.get_rank(), demo(args, dist.group.WORLD, device)
+    rank = dist.get_rank()
+    wrong = demo(args, dist.group.WORLD, device)
     gc.collect()
     dist.destroy_process_group()
     if rank == 0:

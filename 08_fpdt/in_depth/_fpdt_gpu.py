@@ -140,7 +140,8 @@ def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple
     if device.type == "cuda":
         candidates["cuDNN"] = Kernel(cudnn_forward, cudnn_backward)
     right: dict[str, tuple[float, Kernel]] = {}
-    c, D = plan.kernel_tokens, plan.hidden // plan.heads
+    c = plan.kernel_tokens
+    D = plan.hidden // plan.heads
     x = [torch.randn(1, c, plan.kv_heads, D, device=device, dtype=dtype) for _ in range(3)]
     for name, kernel in candidates.items():
         try:
@@ -237,7 +238,8 @@ def step(
     head = (torch.randn(plan.vocab, plan.hidden, device=device, dtype=dtype) * 0.02).requires_grad_()
     weights = [head, *(p for block in blocks for p in block.parameters())]
     angles = torch.arange(S, device=device)[:, None].float() / 10000 ** (torch.arange(0, D, 2, device=device) / D)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     labels = torch.randint(plan.vocab, (1, S), device=device)
     store = Store(machine_for(device), host_limit=available_host_memory() if cuda else None)
     others = 0  # on a CPU nothing else is allocated
@@ -322,7 +324,9 @@ class Bench:
     """The two tables, and what their rows need."""
 
     def __init__(self, plan: Plan, device: torch.device, dtype: torch.dtype, out: Path | None) -> None:
-        self.plan, self.device, self.dtype = plan, device, dtype
+        self.plan = plan
+        self.device = device
+        self.dtype = dtype
         self.begun = time.perf_counter()
         name, self.kernel, self.reached = choose_kernel(plan, device, dtype)
         verify_model(self.kernel, device, dtype)
@@ -343,7 +347,8 @@ class Bench:
 
     def one_step(self, S: int, way: str) -> bool:
         """Time a length; whether it fits."""
-        plan, gpu = self.plan, predictions.here()
+        plan = self.plan
+        gpu = predictions.here()
         # 4.5/3 of the counted work: forward twice, and backward is 2.5 forwards
         one = 1.5 * flops(plan, S, 1, 0.5) / self.reached
         layers = max(1, min(plan.layers, int(plan.seconds / 2 / one)))

@@ -177,7 +177,8 @@ class Kernel:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (dout, q, k, v, out, lse, *, causal) -> dq, dk, dv
 
 
-EXPLICIT, FUSED = Kernel(explicit_forward, explicit_backward), Kernel(fused_forward, fused_backward)
+EXPLICIT = Kernel(explicit_forward, explicit_backward)
+FUSED = Kernel(fused_forward, fused_backward)
 
 
 def kernel_for(x: Tensor) -> Kernel:
@@ -252,7 +253,11 @@ class ChunkedAttention:
     ) -> None:
         if slots not in (1, 2):  # the dq of the last rows would be fetched before it is stored
             raise ValueError(f"{slots} slots for what comes from the host; use 1 or 2")
-        self.group, self.u, self.store, self.kernel, self.slots = group, chunks, store, kernel, slots
+        self.group = group
+        self.u = chunks
+        self.store = store
+        self.kernel = kernel
+        self.slots = slots
 
     def forward(
         self, source: Callable[[int], Sequence[Tensor]], sink: Callable[[int, Tensor], None], device: torch.device,
@@ -262,7 +267,8 @@ class ChunkedAttention:
 
         keep    store all that backward needs; if not, only the k̂ and v̂ that later chunks need
         """
-        kept, pairs = Kept(), [(i, j) for i in range(self.u) for j in range(i)]
+        kept = Kept()
+        pairs = [(i, j) for i in range(self.u) for j in range(i)]
         earlier = Prefetch(self.store, pairs, lambda ij: (kept.k[ij[1]], kept.v[ij[1]]), device, self.slots)
         for i in range(self.u):
             sink(i, self._row(i, source(i), earlier, kept, keep))
@@ -271,7 +277,9 @@ class ChunkedAttention:
     def _row(self, i: int, qkv: Sequence[Tensor], earlier: Prefetch, kept: Kept, keep: bool) -> Tensor:
         """Chunk i of the queries, against chunks 0..i of the keys."""
         q, k, v = (to_heads(x, self.group) for x in qkv)  # [B, s, heads, D] -> [B, c, heads/P, D]
-        kernel, dtype, c = self.kernel or kernel_for(q), q.dtype, q.shape[1]
+        kernel = self.kernel or kernel_for(q)
+        dtype = q.dtype
+        c = q.shape[1]
         self.store.compute("project")
         if keep or i < self.u - 1:  # only backward needs the last k̂, v̂
             kept.k.append(self.store.offload(k))
@@ -303,7 +311,8 @@ class ChunkedAttention:
     ) -> None:  # fmt: skip
         """The nested loop. `dout[i]` is the gradient of ô_i on the host; `sink(j, dq, dk, dv)` gets [B, s, heads, D].
         Returns all host buffers."""
-        u, store = self.u, self.store
+        u = self.u
+        store = self.store
         dq_home: dict[int, Buffer] = {}  # partial dq̂_i, on the host
         stays: list[Tensor] = []  # the dq̂ that the next step needs again
 
@@ -357,20 +366,24 @@ class ChunkedAttention:
 class FPDTAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: ChunkedAttention, keep: bool) -> Tensor:
-        out, s = torch.empty_like(q), q.shape[1] // core.u
+        out = torch.empty_like(q)
+        s = q.shape[1] // core.u
 
         def put(i: int, chunk: Tensor) -> None:
             out[:, i * s : (i + 1) * s] = chunk
 
-        ctx.core, ctx.shapes = core, (q.shape, k.shape)
+        ctx.core = core
+        ctx.shapes = (q.shape, k.shape)
         ctx.kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], put, q.device, keep)
         ctx.guard = Guard((core.store, ctx.kept.buffers()))
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple:
-        core, s = ctx.core, dout.shape[1] // ctx.core.u
-        kept, ctx.kept = ctx.kept, None
+        core = ctx.core
+        s = dout.shape[1] // ctx.core.u
+        kept = ctx.kept
+        ctx.kept = None
         if kept is None:  # its buffers are reused
             raise RuntimeError("backward through this attention a second time; run forward again")
         ctx.guard.release()
@@ -415,7 +428,10 @@ def forward_peak(attention: Callable, qkv: Sequence[Tensor]) -> int:
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Attention over a text, forward and backward, with more and more chunks, next to the dense reference."""
-    P, S, D, dtype = group.size(), args.seq, 8, torch.float64
+    P = group.size()
+    S = args.seq
+    D = 8
+    dtype = torch.float64
     sizes = Sizes(S=S, P=P, u=1, heads=args.heads, kv_heads=args.kv_heads, head_dim=D, e=8)
     make = torch.Generator().manual_seed(0)
     widths = (args.heads, args.kv_heads, args.kv_heads, args.heads)
@@ -431,7 +447,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
               f" {'peak fwd':>9} {'predicted':>9}")  # fmt: skip
     for u in [n for n in range(1, args.chunks + 1) if args.chunks % n == 0]:  # so u divides the sequence
         now = sizes.with_chunks(u)
-        store, mine = Store(machine_for(device)), fpdt_positions(S, group.rank(), P, u)
+        store = Store(machine_for(device))
+        mine = fpdt_positions(S, group.rank(), P, u)
         x = [t[:, mine].clone().requires_grad_() for t in (q, k, v)]
         attention = fpdt_attention(group, u, store)
         with Wire(group) as wire:

@@ -74,7 +74,8 @@ class Sizes:
     def letters(self) -> tuple[int, int, int, int, int]:
         """Q, K, L, Q_w, K_w of the docstring, in bytes."""
         w = max(self.e, 4)
-        Q, K = self.c * self.n * self.head_dim, self.c * self.n_kv * self.head_dim
+        Q = self.c * self.n * self.head_dim
+        K = self.c * self.n_kv * self.head_dim
         return Q * self.e, K * self.e, self.c * self.n * w, Q * w, K * w
 
 
@@ -85,7 +86,9 @@ def attention_peak(z: Sizes, way: str, sets: int = 2) -> int:
     Counted phase by phase; the largest is the peak. `moved` is 1 if an all-to-all needs a second copy.
     """
     Q, K, L, Q_w, K_w = z.letters()
-    G, moved, u = z.n // z.n_kv, int(z.P > 1), z.u
+    G = z.n // z.n_kv
+    moved = int(z.P > 1)
+    u = z.u
     cast = int(Q_w != Q)
     if way == "forward":
         before = sets * 2 * K if u > 2 else 0  # slots that exist when a row begins
@@ -162,7 +165,8 @@ def network_bytes(z: Sizes) -> int:
 def block_link_bytes(z: Sizes, H: int, keep: str) -> tuple[int, int]:
     """(device to host, host to device) of one block, forward and backward, on one rank."""
     x = z.S // z.P * H * z.e
-    kept, back = link_bytes(z, "forward, kept"), link_bytes(z, "backward")
+    kept = link_bytes(z, "forward, kept")
+    back = link_bytes(z, "backward")
     if keep == "attention":  # backward reads x twice, and ô again
         return kept[0] + back[0] + x, kept[1] + back[1] + 2 * x + z.u * z.letters()[0]
     once = link_bytes(z, "forward")
@@ -171,7 +175,8 @@ def block_link_bytes(z: Sizes, H: int, keep: str) -> tuple[int, int]:
 
 def model_host_peak(z: Sizes, H: int, layers: int, keep: str) -> int:
     """Peak bytes on the host, on one rank: x of every layer, and the rest of one layer, or of all."""
-    x, (Q, K, L, _, _) = z.S // z.P * H * z.e, z.letters()
+    x = z.S // z.P * H * z.e
+    Q, K, L, _, _ = z.letters()
     kept = z.u * (2 * Q + 2 * K + L)  # of one layer
     return layers * x + host_peak(z) + (layers - 1) * (kept if keep == "attention" else 0)
 
@@ -202,7 +207,8 @@ def record_forward(u: int, sets: int = 2) -> list[Op]:
     """The operations of FPDT's forward pass without data: chunks of one element. A test compares them with
     fpdt_attention.py."""
     machine = CpuMachine(record=True)
-    store, kv = Store(machine), [[torch.zeros(1), torch.zeros(1)] for _ in range(u)]
+    store = Store(machine)
+    kv = [[torch.zeros(1), torch.zeros(1)] for _ in range(u)]
     hosts: list[list[Buffer]] = []
     pairs = [(i, j) for i in range(u) for j in range(i)]
     earlier = Prefetch(store, pairs, lambda ij: hosts[ij[1]], torch.device("cpu"), sets)
@@ -309,7 +315,8 @@ def main() -> int:
     parser.add_argument("--paper", action="store_true", help="only the paper's memory table")
     args = parser.parse_args()
     for option in ("seq", "heads", "kv_heads", "head_dim"):
-        value, name = getattr(args, option), f"--{option.replace('_', '-')}"
+        value = getattr(args, option)
+        name = f"--{option.replace('_', '-')}"
         if value < 1:
             parser.error(f"{name} {value} must be 1 or more")
         if args.paper and value != parser.get_default(option):

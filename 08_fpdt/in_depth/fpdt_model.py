@@ -83,11 +83,14 @@ class Pieces(nn.Module):
         return getattr(self, what)(*args)
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor, P: int) -> tuple[Tensor, Tensor, Tensor]:
-        a, x = self.block.self_attn, self.block.input_layernorm(x)
+        a = self.block.self_attn
+        x = self.block.input_layernorm(x)
         q, k, v = (proj(x).unflatten(-1, (-1, a.head_dim)) for proj in (a.q_proj, a.k_proj, a.v_proj))
         if getattr(a, "q_norm", None) is not None:  # Qwen3's, over each head
-            q, k = a.q_norm(q), a.k_norm(k)
-        q, k = a.parts.rope(q, cos, sin), a.parts.rope(k, cos, sin)
+            q = a.q_norm(q)
+            k = a.k_norm(k)
+        q = a.parts.rope(q, cos, sin)
+        k = a.parts.rope(k, cos, sin)
         return q, copy_kv_heads(k, P), copy_kv_heads(v, P)  # [B, s, heads, D]
 
     def finish(self, x: Tensor, out: Tensor) -> Tensor:
@@ -138,7 +141,8 @@ class Chunked(torch.autograd.Function):
     def forward(ctx: Any, module: nn.Module, chunks: int, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.module, ctx.chunks = module, chunks
         ctx.save_for_backward(x)
-        run, y = Gradients(module, trained=False), torch.empty_like(x)
+        run = Gradients(module, trained=False)
+        y = torch.empty_like(x)
         for rows, out in zip(x.chunk(chunks, 1), y.chunk(chunks, 1), strict=True):
             out.copy_(run.call(rows))
         return y
@@ -146,7 +150,8 @@ class Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        run, dx = Gradients(ctx.module, trained=True), torch.empty_like(x)
+        run = Gradients(ctx.module, trained=True)
+        dx = torch.empty_like(x)
         for rows, dout, into in zip(*(t.chunk(ctx.chunks, 1) for t in (x, dy, dx)), strict=True):
             rows = rows.detach().requires_grad_()
             with torch.enable_grad():
@@ -203,7 +208,9 @@ class Block(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fpdt: FPDT, trained: bool, *parameters: Tensor
     ) -> Tensor:  # fmt: skip
-        store, group, y = fpdt.core.store, fpdt.core.group, torch.empty_like(x)
+        store = fpdt.core.store
+        group = fpdt.core.group
+        y = torch.empty_like(x)
         run = Gradients(fpdt.pieces, trained=False)
 
         def source(i: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,7 +224,10 @@ class Block(torch.autograd.Function):
 
         keep = trained and fpdt.keep == "attention"
         kept = fpdt.core.forward(source, sink, x.device, keep)
-        ctx.fpdt, ctx.kept, ctx.shape, ctx.tables = fpdt, kept if keep else None, x.shape, (cos, sin)
+        ctx.fpdt = fpdt
+        ctx.kept = kept if keep else None
+        ctx.shape = x.shape
+        ctx.tables = (cos, sin)
         ctx.x = [fpdt.inputs.offload(fpdt.rows(x, i).contiguous()) for i in range(fpdt.core.u)] if trained else []
         for buffer in [] if keep else kept.buffers():
             store.drop(buffer)
@@ -226,8 +236,13 @@ class Block(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple:
-        fpdt, core, store, group = ctx.fpdt, ctx.fpdt.core, ctx.fpdt.core.store, ctx.fpdt.core.group
-        run, dx, device = Gradients(fpdt.pieces, trained=True), torch.empty_like(dy), dy.device
+        fpdt = ctx.fpdt
+        core = ctx.fpdt.core
+        store = ctx.fpdt.core.store
+        group = ctx.fpdt.core.group
+        run = Gradients(fpdt.pieces, trained=True)
+        dx = torch.empty_like(dy)
+        device = dy.device
         ctx.guard.release()
         away: list[Buffer] = []  # dô_i
         held: list[Tensor] = []
@@ -266,7 +281,8 @@ class Block(torch.autograd.Function):
         def every_input() -> Prefetch:
             return Prefetch(fpdt.inputs, range(core.u), lambda i: [ctx.x[i]], device)
 
-        inputs, kept = every_input(), ctx.kept
+        inputs = every_input()
+        kept = ctx.kept
         if kept is None:
             with torch.no_grad():
                 kept = core.forward(source, sink, device, keep=True)
@@ -334,13 +350,17 @@ class HostGradients:
     are also sent in fp32, or each addition of the reduce-scatter would round. Frozen weights have none."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, store: Store) -> None:
-        self.group, self.store, self.home = group, store, dict[Tensor, Buffer]()
+        self.group = group
+        self.store = store
+        self.home = dict[Tensor, Buffer]()
         self.hooks = [p.register_post_accumulate_grad_hook(self.leave) for p in model.parameters() if p.requires_grad]
 
     def leave(self, p: Tensor) -> None:
-        P, store = self.group.size(), self.store
+        P = self.group.size()
+        store = self.store
         whole = nn.functional.pad(p.grad.flatten().to(wide(p.dtype)), (0, -p.numel() % P))
-        p.grad, share = None, whole.new_empty(whole.numel() // P)
+        p.grad = None
+        share = whole.new_empty(whole.numel() // P)
         dist.reduce_scatter_tensor(share, whole, group=self.group)  # [n] of every rank -> [n/P] of their sum
         if p in self.home:  # a later micro-batch: fetch the sum so far, and add this one's share
             slot = store.device_empty(self.home[p], share.device)
@@ -366,13 +386,15 @@ class HostGradients:
 class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, trained: bool) -> Tensor:
-        h_all, labels = hidden.flatten(0, -2), labels.flatten()
+        h_all = hidden.flatten(0, -2)
+        labels = labels.flatten()
         total = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
         dh_all = torch.empty_like(h_all) if trained else None
         dweight = torch.zeros_like(weight, dtype=total.dtype) if trained else None
         size = -(-h_all.shape[0] // chunks)
         for at in range(0, h_all.shape[0], size):
-            h, label = h_all[at : at + size], labels[at : at + size, None]
+            h = h_all[at : at + size]
+            label = labels[at : at + size, None]
             valid = label != IGNORE
             label = label.masked_fill(~valid, 0)
             logits = (h @ weight.T).to(total.dtype)  # [t, V]: the only logits in memory
@@ -391,7 +413,8 @@ class ChunkedLoss(torch.autograd.Function):
             # --- end exercise ---
             del logits
         ctx.save_for_backward(dh_all, dweight)
-        ctx.shape, ctx.dtype = hidden.shape, weight.dtype
+        ctx.shape = hidden.shape
+        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
@@ -422,7 +445,11 @@ def loss_sum(model: Any, tokens: Tensor, labels: Tensor, positions: Tensor, chun
 
 def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Three steps in 1, 2, 4 ... chunks next to the reference; bytes on the host and over the link."""
-    P, S, H, layers, dtype = group.size(), args.seq, 8 * args.heads, 2, torch.float64
+    P = group.size()
+    S = args.seq
+    H = 8 * args.heads
+    layers = 2
+    dtype = torch.float64
     sizes = dict(hidden=H, layers=layers, heads=args.heads, kv_heads=args.kv_heads, intermediate=2 * H)
     positions = torch.arange(S, device=device)
     reference = Llama(**sizes).to(device, dtype)
@@ -431,7 +458,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
         tokens, labels = (t.to(device) for t in batch(S, 256, step))
         return reference.loss_sum(tokens, labels, positions), (labels != IGNORE).sum()
 
-    want, wrong = three_steps(reference, whole, None), []
+    want = three_steps(reference, whole, None)
+    wrong = []
     if group.rank() == 0:
         print(f"{P} rank(s) on {device.type}, {S} tokens, {layers} layers, {args.heads}/{args.kv_heads} heads, float64")
         titles = f"{'link':>10} {'predicted':>10} {'host':>10} {'predicted':>10}"
@@ -450,7 +478,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(got, want, strict=True)]
             error = torch.stack(errors).max().item()  # NaN if any error is NaN
             z = Sizes(S, P, u, args.heads, args.kv_heads, 8, e=8)
-            link, host = 3 * layers * sum(block_link_bytes(z, H, keep)), model_host_peak(z, H, layers, keep)
+            link = 3 * layers * sum(block_link_bytes(z, H, keep))
+            host = model_host_peak(z, H, layers, keep)
             counted = [
                 ("bytes over the link", store.offloaded + store.fetched, link),
                 ("bytes on the host", store.host_peak, host),
@@ -472,7 +501,9 @@ def watch(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devi
     from tqdm import tqdm
 
     torch.set_num_threads(1)  # the CPU's backward splits heads among threads; here each call has one
-    S, u, limit = args.seq, args.chunks, args.budget_mb * 10**6
+    S = args.seq
+    u = args.chunks
+    limit = args.budget_mb * 10**6
     tokens, labels = batch(S, 256, 0)
     losses = {}
     for name in ("dense", f"FPDT, {u} chunks"):

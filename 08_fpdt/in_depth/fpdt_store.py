@@ -82,7 +82,8 @@ class CpuMachine:
     """
 
     def __init__(self, record: bool = False) -> None:
-        self.recording, self.ops = record, list[Op]()
+        self.recording = record
+        self.ops = list[Op]()
         self.clock = {stream: dict.fromkeys(STREAMS, 0) for stream in STREAMS}  # by stream, what it knows
         self.slots = weakref.WeakValueDictionary[int, Buffer]()  # buffers filled by fetches, by storage
         self.announced: set[int] = set()  # storages that the computation has announced
@@ -233,7 +234,8 @@ class Store:
         for event in (self.machine.record("compute"), *host.readers):
             self.machine.wait("offload", event)
         self.machine.copy("offload", host, source)
-        host.written, host.readers = self.machine.record("offload"), []
+        host.written = self.machine.record("offload")
+        host.readers = []
         source.readers.append(host.written)
         # --- end exercise ---
         self.offloaded += host.data.nbytes
@@ -245,7 +247,8 @@ class Store:
         for event in (host.written, *slot.readers):
             self.machine.wait("fetch", event)
         self.machine.copy("fetch", slot, host)
-        slot.written, slot.readers = self.machine.record("fetch"), []
+        slot.written = self.machine.record("fetch")
+        slot.readers = []
         host.readers = [slot.written]
         # --- end exercise ---
         self.fetched += host.data.nbytes
@@ -299,15 +302,20 @@ class Prefetch:
         device: torch.device,
         sets: int = 2,
     ) -> None:
-        self.store, self.keys, self.lookup, self.device = store, keys, lookup, device
+        self.store = store
+        self.keys = keys
+        self.lookup = lookup
+        self.device = device
         self.sets: list[list[Buffer]] = [[] for _ in range(sets)]
-        self.turn, self.lengths = 0, [0] * sets
+        self.turn = 0
+        self.lengths = [0] * sets
 
     def fetch(self, n: int) -> None:
         """Start to fetch the buffers of key n, if it exists, to set n mod the number of sets."""
         if n >= len(self.keys):
             return
-        hosts, slots = self.lookup(self.keys[n]), self.sets[n % len(self.sets)]
+        hosts = self.lookup(self.keys[n])
+        slots = self.sets[n % len(self.sets)]
         for host in hosts[len(slots) :]:  # allocated at first use, then kept
             slots.append(self.store.device_empty(host, self.device))
         for host, slot in zip(hosts, slots, strict=False):
@@ -349,14 +357,16 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, machine: CpuMachine) -> None:
         super().__init__()
-        self.machine, self.undeclared = machine, set[str]()
+        self.machine = machine
+        self.undeclared = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         made = {t.untyped_storage()._cdata for t in tree_leaves(out) if isinstance(t, Tensor)}
         changes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         for at in {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}:
-            slot, view = self.machine.slots.get(at), at in made and not changes
+            slot = self.machine.slots.get(at)
+            view = at in made and not changes
             if slot is None or view or "_like" in str(func) or "new_" in str(func):  # or only its shape
                 continue
             announced = self.machine.announced
@@ -376,7 +386,9 @@ class DeviceMemory(TorchDispatchMode):
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()
-        self.limit, self.current, self.peak = limit, 0, 0
+        self.limit = limit
+        self.current = 0
+        self.peak = 0
         self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -438,7 +450,8 @@ def check_host(needed: int) -> None:
 
 def demo(args: argparse.Namespace, device: torch.device) -> list[str]:
     """Store u chunks, then sum over all pairs (i, j <= i) of them, like attention."""
-    u, sets = args.chunks, {"single": 1, "double": 2}[args.version]
+    u = args.chunks
+    sets = {"single": 1, "double": 2}[args.version]
     machine = machine_for(device, record=True)
     store = Store(machine)
     chunks = [torch.full((args.elements,), float(i + 1), dtype=torch.float64, device=device) for i in range(u)]

@@ -95,7 +95,8 @@ def schedule(z: Sizes, way: str, slots: int = 2) -> list[Op]:
     size = dict(zip(("q", "k", "lse", "dq"), z.letters(), strict=False))
     size |= {"v": size["k"], "out": size["q"], "dout": size["q"]}
     host: dict[tuple[str, int], Buffer] = {}
-    own, whole = z.c * (z.c + 1) / 2, z.c * z.c
+    own = z.c * (z.c + 1) / 2
+    whole = z.c * z.c
 
     def away(name: str, i: int, source: Buffer | None = None) -> None:
         tensor = source or torch.empty(size[name], dtype=torch.uint8, device=meta)
@@ -156,7 +157,8 @@ def timeline(z: Sizes, h: Hardware, way: str, slots: int = 2) -> list[tuple[str,
 
 def drawn(rows: Sequence[tuple[str, str, float, float]], width: int = 96) -> list[str]:
     """One line for each stream. # attention, x all-to-all, < to the device, > to the host, . nothing."""
-    end, lines = max(row[3] for row in rows), []
+    end = max(row[3] for row in rows)
+    lines = []
     for stream in ("compute", "fetch", "offload"):
         line = ["."] * width
         for _, name, start, stop in (row for row in rows if row[0] == stream):
@@ -200,7 +202,8 @@ def forward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
     """(seconds until the computation is done, seconds it waits) of a forward that saves all for backward."""
     compute = fetch = offload = 0.0  # when each stream has done what it was given so far
     stored: list[tuple[float, float]] = []  # per chunk: when k̂ and v̂ are on the host
-    full, read = [0.0] * slots, [0.0] * slots
+    full = [0.0] * slots
+    read = [0.0] * slots
     keys = [j for i in range(u) for j in range(i)]
 
     def bring(n: int) -> None:
@@ -234,8 +237,12 @@ def forward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
 def backward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
     """(seconds until the computation is done, seconds it waits) of a backward; dô is already on the host."""
     compute = fetch = offload = 0.0  # when each stream has done what it was given so far
-    full, read, left = [0.0] * slots, [0.0] * slots, [0.0] * slots  # of slots: filled, read, dq̂ stored
-    keys_full, keys_read, home = [0.0] * slots, [0.0] * slots, [0.0] * u
+    full = [0.0] * slots  # of each slot: when it is filled
+    read = [0.0] * slots  # when it has been read
+    left = [0.0] * slots  # when its dq̂ is stored
+    keys_full = [0.0] * slots
+    keys_read = [0.0] * slots
+    home = [0.0] * u
     pairs = [(j, i) for j in range(u) for i in range(j, u)]
 
     def fetch_keys(j: int) -> None:
@@ -246,7 +253,8 @@ def backward_times(u: int, x: Seconds, slots: int = 2) -> tuple[float, float]:
     def fetch_queries(n: int) -> None:
         nonlocal fetch
         if n < len(pairs):
-            (j, i), at = pairs[n], n % slots
+            j, i = pairs[n]
+            at = n % slots
             # --- exercise 8.35: when has a fetch of the backward arrived? ---
             fetch = max(fetch, read[at]) + 3 * x.q + x.lse
             if 0 < j < u - 1:  # the first keys start dq̂; for the last it is on the device

@@ -276,7 +276,8 @@ def diary(
     Deeds are "orders", "multiplies", "writes" and "waits". In a sweep all threads run, one after the other,
     until they have to wait for others. It is an order, not a time.
     """
-    lib, room = library(source, "cpu", (0, 0)), 1 << 16
+    lib = library(source, "cpu", (0, 0))
+    room = 1 << 16
     entries = (ctypes.c_int * (3 * room))()
     lib.cuda_on_cpu_diary(1, entries, 0)
     try:
@@ -291,7 +292,9 @@ def diary(
 def read_counters(lib: ctypes.CDLL) -> Counters:
     numbers = (ctypes.c_int64 * 15)()  # 5 kinds of access: requests, then units, then the least number of units
     lib.cuda_on_cpu_counters(numbers)
-    requests, units, least = numbers[0:5], numbers[5:10], numbers[10:15]
+    requests = numbers[0:5]
+    units = numbers[5:10]
+    least = numbers[10:15]
     return Counters(
         units[0], units[1], requests[0], units[2], least[2], units[4], requests[4], requests[2], units[3], least[3]
     )

@@ -31,7 +31,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 def sources(dtype: torch.dtype, D: int, plan: Plan, window: bool):
     """(name, kernel, its arguments' types, compile-time arguments, warps, stages) of every kernel."""
-    element, W = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(dtype)[6:]], triton.next_power_of_2(D)
+    element = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(dtype)[6:]]
+    W = triton.next_power_of_2(D)
 
     def tile(tokens: int, element: str = element):
         numbers = ("i32", "i32", "i32", "i32")  # D and three strides

@@ -86,7 +86,8 @@ def describe(x: Tensor, tokens: int, tma: bool) -> TensorDescriptor | tuple:
     x, D, of_b, of_s, of_n = fit(x, tokens, tma)
     if not tma:
         return x, D, of_b, of_s, of_n
-    (B, S, N), W = x.shape[:3], triton.next_power_of_2(D)
+    B, S, N = x.shape[:3]
+    W = triton.next_power_of_2(D)
     return TensorDescriptor(x, [B, N, S, D], [of_b, of_n, of_s, 1], [1, 1, tokens, W])
 
 

@@ -74,8 +74,10 @@ class Yardstick:
 
     def __init__(self, given: Sequence[Tensor], causal: bool) -> None:
         q, k, v, dout = given
-        (B, _, N, _), N_kv = q.shape, k.shape[2]
-        self.G, self.places = N // N_kv, sorted({(0, 0), (B - 1, N_kv - 1)})  # (sequence, K/V head)
+        B, _, N, _ = q.shape
+        N_kv = k.shape[2]
+        self.G = N // N_kv
+        self.places = sorted({(0, 0), (B - 1, N_kv - 1)})  # (sequence, K/V head)
         self.theirs = of_pytorch(given, causal)
         self.exact: list[list[Tensor]] = [[] for _ in NAMES]
         for b, kv in self.places:

@@ -36,7 +36,9 @@ def type_of(value: Any) -> str:
 
 def source_of(kernel: JITFunction, args: tuple) -> ASTSource:
     """The source that Triton would compile for this call."""
-    signature, constants, attributes = {}, {}, {}
+    signature = {}
+    constants = {}
+    attributes = {}
     for index, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[(index,)] = "constexpr", value
@@ -65,7 +67,8 @@ def compile_calls(calls: Any) -> list[dict[str, Any]]:
         key = " ".join([kernel.fn.__name__, *(str(getattr(a, "dtype", a)) for a in args), str(options)])
         launched.setdefault(key, (kernel, args, options))
 
-    original, JITFunction.run = JITFunction.run, record
+    original = JITFunction.run
+    JITFunction.run = record
     try:
         calls()
     finally:
@@ -75,7 +78,8 @@ def compile_calls(calls: Any) -> list[dict[str, Any]]:
         for architecture in ARCHITECTURES:
             target = GPUTarget("cuda", architecture, 32)
             compiled = triton.compile(source_of(kernel, args), target=target, options=options)
-            ptx, ttir = compiled.asm["ptx"], compiled.asm["ttir"]
+            ptx = compiled.asm["ptx"]
+            ttir = compiled.asm["ttir"]
             records.append(
                 {
                     "kernel": kernel.fn.__name__,
@@ -100,7 +104,8 @@ def calls_of(script: str) -> Any:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
 
     def fused() -> None:
-        bf16, fp32 = torch.bfloat16, torch.float32
+        bf16 = torch.bfloat16
+        fp32 = torch.float32
         for cols, dtype in ((4096, bf16), (8192, fp32), (16384, bf16), (16384, fp32)):
             x, r, w = (random(*shape, dtype=dtype) for shape in ((8, cols), (8, cols), (cols,)))
             module.rms_norm(x, w, 1e-5).sum().backward()

@@ -51,14 +51,17 @@ def is_spectator() -> bool:
 def inputs(batch: int, seq: int, hidden: int, seed: int = 0) -> dict[str, tuple[list[Tensor], list[Any]]]:
     """For each kernel of fused.py: float64 tensors that get a gradient, x first, and the other arguments."""
     generator = torch.Generator().manual_seed(seed)
-    heads, head_dim, eps = 3, 16, 1e-5
+    heads = 3
+    head_dim = 16
+    eps = 1e-5
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     angle = torch.arange(seq)[:, None] / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
     tables = [angle.cos(), angle.sin()]  # always float32: bf16 cannot tell position 256 from 257
-    x, weight = (batch, seq, hidden), 1 + 0.1 * random(hidden)
+    x = (batch, seq, hidden)
+    weight = 1 + 0.1 * random(hidden)
     return {
         "softmax": ([3 * random(*x)], []),
         "rms_norm": ([random(*x), weight], [eps]),
@@ -134,7 +137,8 @@ class Report:
     """A table of expected and measured values; `finish` prints it and returns the exit status."""
 
     def __init__(self, *columns: str) -> None:
-        self.rows, self.wrong = [columns], []  # type: list[tuple[str, ...]], list[str]
+        self.rows = [columns]
+        self.wrong = []
 
     def add(self, *cells: str, wrong: str = "") -> None:
         self.rows.append(cells)
@@ -270,7 +274,8 @@ def demo_of_fused_adamw(fused: type, flatten: Callable, bytes_held: Callable) ->
         "one kernel in all": lambda ps: fused([flatten(ps)], **settings),
     }.items():
         got, optimizer = adamw_run(make, shapes, torch.float32, chosen.steps)
-        error, own = worst(got, want), worst(theirs, want)
+        error = worst(got, want)
+        own = worst(theirs, want)
         held = sum(x.nbytes for state in optimizer.state.values() for x in state.values() if x.dim())
         kernels = len(optimizer.state)
         padded = sum(p.numel() for p in optimizer.state)

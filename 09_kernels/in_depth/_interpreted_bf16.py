@@ -22,7 +22,8 @@ def bfloat16(*checks: str) -> Iterator[None]:
     if not INTERPRETED:
         yield
         return
-    convert, multiply = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
+    multiply = interpreter.InterpreterBuilder.create_dot
 
     def rounded(x, source, target, mode):
         if (source, target) != (tl.float32, tl.bfloat16):

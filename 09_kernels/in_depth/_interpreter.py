@@ -51,7 +51,8 @@ if INTERPRETED:
         """The interpreter's `atomic_add` of a descriptor: an addition at each address inside the tensor."""
         assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD, kind
         addresses, inside = descriptor.materialize_pointers(indices)
-        relaxed, everyone = ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
+        relaxed = ir.MEM_SEMANTIC.RELAXED
+        everyone = ir.MEM_SYNC_SCOPE.GPU
         mask = TensorHandle(inside, tl.int1)
         interpreter_builder.create_atomic_rmw(ir.ATOMIC_OP.FADD, addresses, value, mask, relaxed, everyone)
 

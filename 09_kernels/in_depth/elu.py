@@ -104,7 +104,9 @@ class Elu(torch.autograd.Function):
             x = x.clone() if x.data_ptr() % 16 else x  # the 16-byte loads of elu.cu
             call("elu.cu", "run_elu_forward", x.numel(), alpha, x, y, order=order)
         ctx.save_for_backward(y)  # and not x
-        ctx.alpha, ctx.version, ctx.order = alpha, version, order
+        ctx.alpha = alpha
+        ctx.version = version
+        ctx.order = order
         return y
 
     @staticmethod
@@ -168,7 +170,8 @@ def new_output(x: Tensor, poisoned: bool) -> Tensor:
 def gelu_in_three(x: Tensor, bias: Tensor, *, counting: bool = False) -> tuple[Tensor, list[Counters]]:
     """gelu(x + bias) by three kernels, and the counters of each (if counting)."""
     t, u, y = (new_output(x, poisoned=counting) for _ in range(3))
-    n, columns = x.numel(), bias.numel()
+    n = x.numel()
+    columns = bias.numel()
     counted = [
         call("elu.cu", "run_add_bias", n, columns, x, bias, t, counting=counting),
         call("elu.cu", "run_cdf", n, t, u, counting=counting),
@@ -293,9 +296,11 @@ def demo(size: int, alpha: float, device: str, with_compile: bool) -> int:
     hold("eager: bytes moved / element", traffic.bytes / size, traffic.bytes == 42 * size, "predicted 42; fused: 8")
     if device == "cpu":
         for name, counted in divergence().items():
-            ways, predicted = counted.paths / counted.path_requests, 2 if name == "lanes alternate" else 1
+            ways = counted.paths / counted.path_requests
+            predicted = 2 if name == "lanes alternate" else 1
             hold(f"paths a warp goes, {name}", ways, ways == predicted, f"predicted {predicted}")
-        fields, bias = torch.randn(64, 64), torch.randn(64)
+        fields = torch.randn(64, 64)
+        bias = torch.randn(64)
         want = F.gelu(fields.double() + bias.double())
         for name, run, predicted in (("three kernels", gelu_in_three, 7), ("one kernel", gelu_in_one, 2)):
             y, moved = run(fields, bias, counting=True)

@@ -48,7 +48,10 @@ from flash_tiles import OneLineParser, Version, band, explicit_attention, tiled_
 from torch import Tensor
 
 # Legend of shapes: B batch, S sequence (S_q queries, S_k keys), N query heads, N_kv key/value heads, D head dim.
-SOURCE, ROWS, KEYS, THREADS = "flash_attention_cuda.cu", 128, 128, 384
+SOURCE = "flash_attention_cuda.cu"
+ROWS = 128
+KEYS = 128
+THREADS = 384
 HEADERS = ("ptx_attention.h",)  # what SOURCE includes besides the two common headers
 HEAD_DIMS = (64, 128)
 
@@ -236,7 +239,8 @@ def demo(args: argparse.Namespace, device: str) -> list[str]:
         same = all(torch.equal(x, y) for other in outs[1:] for x, y in zip(outs[0], other, strict=True))
         error, off = errors(*outs[0], *given, **mask)
         last = band(args.seq, args.keys, mask["causal"], None, mask["offset"])[1]
-        predicted, counted = sectors(1, args.seq, args.keys, args.heads, args.head_dim, last), "on a CPU"
+        predicted = sectors(1, args.seq, args.keys, args.heads, args.head_dim, last)
+        counted = "on a CPU"
         if device == "cpu":
             counted = count(given, last)
             if counted != predicted:
@@ -253,8 +257,10 @@ def demo(args: argparse.Namespace, device: str) -> list[str]:
 
 def count(given: list[Tensor], last: int) -> int:
     """Sectors that the kernel requests on the CPU."""
-    (B, S_q, N, D), (S_k, N_kv) = given[0].shape, given[1].shape[1:3]
-    out, lse = torch.empty(B, S_q, N, D, dtype=torch.bfloat16), torch.empty(B, N, S_q)
+    B, S_q, N, D = given[0].shape
+    S_k, N_kv = given[1].shape[1:3]
+    out = torch.empty(B, S_q, N, D, dtype=torch.bfloat16)
+    lse = torch.empty(B, N, S_q)
     sizes = (D, B, S_q, S_k, N, N_kv, last, 1 / math.sqrt(D))
     counters = call(SOURCE, "run_attention", *sizes, *given, out, lse, counting=True, headers=HEADERS)
     return counters.load_sectors

@@ -51,7 +51,9 @@ from torch import Tensor
 # Legend of shapes: B batch, S sequence (S_q queries, S_k keys), N query heads, N_kv key/value heads, D head dim.
 SOURCE = "flash_attention_fp8.cu"
 HEADERS = ("ptx_attention.h", "ptx_attention_fp8.h")
-E4M3, LARGEST, LIFT = torch.float8_e4m3fn, 448.0, 8  # LIFT: weights are 2^8 times as large
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+LIFT = 8  # weights are 2^8 times as large
 
 
 class Eight(NamedTuple):
@@ -178,20 +180,25 @@ def in_float64(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, offset: int = 0
     Written from the formulas, without `across` and the kernel. Only the tiles of keys are the kernel's,
     because the maximum of a tile decides how its weights are rounded.
     """
-    (S_q, G, D), S_k = (q.shape[1], q.shape[2] // k.shape[2], q.shape[3]), k.shape[1]
+    S_q, G, D = (q.shape[1], q.shape[2] // k.shape[2], q.shape[3])
+    S_k = k.shape[1]
     if how.pop("spread", False):
         q, k = spread_out(q, k)
     q, k, v = ((x.double() * scale.double()[:, None, :, None]) for x, scale in (to_e4m3(x, **how) for x in (q, k, v)))
     k, v = (x.repeat_interleave(G, 2) for x in (k, v))  # [B, S_k, N_kv, D] -> [B, S_k, N, D]
     scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(D)
-    i, j = torch.arange(S_q, device=q.device), torch.arange(S_k, device=q.device)
+    i = torch.arange(S_q, device=q.device)
+    j = torch.arange(S_k, device=q.device)
     scores = scores.masked_fill(j > i[:, None] + band(S_q, S_k, causal, None, offset)[1], -math.inf)
-    m, total, acc = torch.full_like(scores[..., 0], -math.inf), torch.zeros_like(scores[..., 0]), 0.0
+    m = torch.full_like(scores[..., 0], -math.inf)
+    total = torch.zeros_like(scores[..., 0])
+    acc = 0.0
     for tile in range(0, S_k, KEYS):
         some = scores[..., tile : tile + KEYS]
         new = torch.maximum(m, some.amax(-1))
         safe = new.masked_fill(new == -math.inf, 0.0)
-        shrink, weights = (m - safe).exp(), (some - safe[..., None]).exp()
+        shrink = (m - safe).exp()
+        weights = (some - safe[..., None]).exp()
         total = total * shrink + weights.sum(-1)
         rounded = (weights * 2**LIFT).float().to(E4M3).double() / 2**LIFT
         acc = acc * shrink[..., None] + torch.einsum("bnij,bjnd->bnid", rounded, v[:, tile : tile + KEYS])
@@ -264,7 +271,8 @@ def fits() -> list[str]:
 
 
 def demo(args: argparse.Namespace, device: str) -> list[str]:
-    wrong, how = [], dict(per_head=not args.per_tensor, spread=args.spread)
+    wrong = []
+    how = dict(per_head=not args.per_tensor, spread=args.spread)
     q, k, v = inputs(1, args.seq, args.keys, args.heads, args.kv_heads, args.head_dim, device)
     if args.outliers:
         q, k = (with_outliers(x, args.outliers, seed) for seed, x in enumerate((q, k)))
@@ -283,7 +291,8 @@ def demo(args: argparse.Namespace, device: str) -> list[str]:
         want = explicit_attention(*(x.double() for x in (q, k, v)), **mask)
         plain, eight = (off_by(x, want) for x in (cuda_forward(q, k, v, **mask)[0], outs[0][0]))
         last = band(args.seq, args.keys, mask["causal"], None, mask["offset"])[1]
-        predicted, counted = sectors(1, args.seq, args.keys, args.heads, args.head_dim, last), "on a CPU"
+        predicted = sectors(1, args.seq, args.keys, args.heads, args.head_dim, last)
+        counted = "on a CPU"
         if device == "cpu":
             counted = count(prepare(q, k, v, **how), args.keys, **mask)
             if counted != predicted:

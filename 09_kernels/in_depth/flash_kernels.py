@@ -96,7 +96,8 @@ def load_tile(x, b, head, start, S, T: tl.constexpr, W: tl.constexpr):
     else:
         address, D, stride_b, stride_s, stride_n = x
         address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)  # past 2^31
-        t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
+        t = tl.arange(0, T)[:, None]
+        d = tl.arange(0, W)[None, :]
         tile = tl.load(address + t * stride_s + d, mask=(start + t < S) & (d < D), other=0.0)
     return tile
 
@@ -109,7 +110,8 @@ def store_tile(x, b, head, start, S, tile, T: tl.constexpr, W: tl.constexpr):
     else:
         address, D, stride_b, stride_s, stride_n = x
         address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)
-        t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
+        t = tl.arange(0, T)[:, None]
+        d = tl.arange(0, W)[None, :]
         tl.store(address + t * stride_s + d, tile, mask=(start + t < S) & (d < D))
 
 
@@ -121,7 +123,8 @@ def add_tile(x, b, head, start, S, tile, T: tl.constexpr, W: tl.constexpr):
     else:
         address, D, stride_b, stride_s, stride_n = x
         address += b * stride_b.to(tl.int64) + head * stride_n.to(tl.int64) + start * stride_s.to(tl.int64)
-        t, d = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :]
+        t = tl.arange(0, T)[:, None]
+        d = tl.arange(0, W)[None, :]
         tl.atomic_add(address + t * stride_s + d, tile, mask=(start + t < S) & (d < D), sem="relaxed")
 
 
@@ -174,7 +177,8 @@ def in_turn(tiles):
     """Tile and head of this program. Eight heads at a time, whose keys and values fit the L2 cache: first
     their first tiles, then their second ones. Under a causal mask the longest tiles start first, so that no
     multiprocessor runs a long one at the end."""
-    program, heads = tl.program_id(0), tl.num_programs(0) // tiles
+    program = tl.program_id(0)
+    heads = tl.num_programs(0) // tiles
     first = program // (8 * tiles) * 8
     together = tl.minimum(heads - first, 8)
     place = program - first * tiles
@@ -189,7 +193,8 @@ def forward_kernel(
     """out and LSE of R queries of one head."""
     tiles = tl.cdiv(S_q, R)
     turn, head = in_turn(tiles)
-    b, n = head // N, head % N
+    b = head // N
+    n = head % N
     start_i = (tiles - 1 - turn) * R  # under a causal mask the last rows are the longest
     i = start_i + tl.arange(0, R)
     q_tile = load_tile(q, b, n, start_i, S_q, R, W)
@@ -216,7 +221,8 @@ def forward_kernel(
 def delta_kernel(dout, out, delta, S_q, N, R: tl.constexpr, W: tl.constexpr):
     """delta = sum over D of dout · out, [B, N, S_q]: all that backward needs from the other keys."""
     tiles = tl.cdiv(S_q, R)
-    head, start_i = tl.program_id(0) // tiles, tl.program_id(0) % tiles * R
+    head = tl.program_id(0) // tiles
+    start_i = tl.program_id(0) % tiles * R
     i = start_i + tl.arange(0, R)
     product = load_tile(dout, head // N, head % N, start_i, S_q, R, W).to(tl.float32)
     product *= load_tile(out, head // N, head % N, start_i, S_q, R, W).to(tl.float32)
@@ -227,7 +233,8 @@ def delta_kernel(dout, out, delta, S_q, N, R: tl.constexpr, W: tl.constexpr):
 def load_rows(lse, delta, head, i, S_q):
     """LSE (of base 2) and delta of the queries i. Without a query, or for one without keys, the LSE is +inf:
     every weight 2^(score - LSE) of such a row is 0, without a mask."""
-    at, valid = head.to(tl.int64) * S_q + i, i < S_q
+    at = head.to(tl.int64) * S_q + i
+    valid = i < S_q
     row_lse = tl.load(lse + at, mask=valid, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
     return row_lse, tl.load(delta + at, mask=valid, other=0.0)
@@ -240,7 +247,8 @@ def dq_run(
 ):  # fmt: skip
     """Add the part of the key tiles from `start` to `stop` to dq / scale of a tile of queries."""
     for start_j in tl.range(start, stop, C):
-        k_tile, v_tile = load_tile(k, b, kv_head, start_j, S_k, C, W), load_tile(v, b, kv_head, start_j, S_k, C, W)
+        k_tile = load_tile(k, b, kv_head, start_j, S_k, C, W)
+        v_tile = load_tile(v, b, kv_head, start_j, S_k, C, W)
         weights = tl.exp2(dot(q, k_tile.T) * (scale * LOG2_E) - row_lse[:, None])  # [R, C]
         if CUT:
             j = start_j + tl.arange(0, C)
@@ -259,9 +267,11 @@ def dq_kernel(
     tiles = tl.cdiv(S_q, R)
     turn, head = in_turn(tiles)
     start_i = (tiles - 1 - turn) * R
-    b, n = head // N, head % N
+    b = head // N
+    n = head % N
     i = start_i + tl.arange(0, R)
-    q_tile, dout_tile = load_tile(q, b, n, start_i, S_q, R, W), load_tile(dout, b, n, start_i, S_q, R, W)
+    q_tile = load_tile(q, b, n, start_i, S_q, R, W)
+    dout_tile = load_tile(dout, b, n, start_i, S_q, R, W)
     row_lse, row_delta = load_rows(lse, delta, head, i, S_q)
     acc = tl.zeros([R, W], tl.float32)
     edges = runs_of_tiles(start_i, tl.minimum(start_i + R, S_q), first, last, S_k, C)
@@ -289,7 +299,8 @@ def dkdv_run(
     for at in tl.range(start, stop, R, disable_licm=True):
         start_i = at + tl.where(at < leap, 0, over) if CUT else at
         i = start_i + tl.arange(0, R)
-        q_tile, dout_tile = load_tile(q, b, n, start_i, S_q, R, W), load_tile(dout, b, n, start_i, S_q, R, W)
+        q_tile = load_tile(q, b, n, start_i, S_q, R, W)
+        dout_tile = load_tile(dout, b, n, start_i, S_q, R, W)
         row_lse, row_delta = load_rows(lse, delta, head, i, S_q)
         # --- exercise 9.33: dk and dv of one tile ---
         weights = tl.exp2(dot(k, q_tile.T) * (scale * LOG2_E) - row_lse[None, :])  # [C, W] @ [W, R] -> [C, R]
@@ -317,10 +328,13 @@ def dkdv_kernel(
     kv_heads = N // G
     turn, kv_head = in_turn(tiles)
     start_j = turn * C  # under a causal mask the first keys have most work
-    b, kv = kv_head // kv_heads, kv_head % kv_heads
+    b = kv_head // kv_heads
+    kv = kv_head % kv_heads
     j = start_j + tl.arange(0, C)
-    k_tile, v_tile = load_tile(k, b, kv, start_j, S_k, C, W), load_tile(v, b, kv, start_j, S_k, C, W)
-    dk_tile, dv_tile = tl.zeros([C, W], tl.float32), tl.zeros([C, W], tl.float32)
+    k_tile = load_tile(k, b, kv, start_j, S_k, C, W)
+    v_tile = load_tile(v, b, kv, start_j, S_k, C, W)
+    dk_tile = tl.zeros([C, W], tl.float32)
+    dv_tile = tl.zeros([C, W], tl.float32)
     # For a key the band is reversed: -last <= i - j <= -first.
     begin, whole, cut, end = runs_of_tiles(start_j, tl.minimum(start_j + C, S_k), -last, -first, S_q, R)
     if not WINDOW:  # reversed, only a window has a right edge; queries beyond S_q have weight 0
@@ -357,7 +371,8 @@ def triton_forward(
     check_inputs(q, k, v, window)
     B, S_q, N, D = q.shape
     plan = plan or plan_of(q)
-    (R, C, *_), tma = plan.forward, plan.tma
+    R, C, *_ = plan.forward
+    tma = plan.tma
     out = torch.empty(q.shape, dtype=dtype or torch.float32, device=q.device)
     lse = torch.empty(B, N, S_q, dtype=torch.float32, device=q.device)
     limits = band(S_q, k.shape[1], causal, window, offset)
@@ -396,7 +411,8 @@ def triton_backward(
     B, S_q, N, D = q.shape
     S_k, kv_heads = k.shape[1:3]
     plan = plan or plan_of(q)
-    dout, lse = dout.to(q.dtype), lse.contiguous()  # tensor cores multiply factors of one dtype
+    dout = dout.to(q.dtype)  # tensor cores multiply factors of one dtype
+    lse = lse.contiguous()
     if repeatable is None:
         repeatable = torch.are_deterministic_algorithms_enabled() or not plan.five
     dk, dv = (torch.empty(x.shape, dtype=dtype or torch.float32, device=x.device) for x in (k, v))
@@ -417,7 +433,8 @@ def triton_backward(
         ):
             if kernel is dq_kernel and not repeatable:
                 continue
-            R, C = tiles.rows, tiles.columns
+            R = tiles.rows
+            C = tiles.columns
             left = [describe(x, tokens, plan.tma) for x, tokens in ((dk, C), (dv, C), (dq, R))]
             left = left[2:] if kernel is dq_kernel else [*left[:2], None if repeatable else left[2]]
             kernel[(owned * B,)](

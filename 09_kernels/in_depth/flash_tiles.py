@@ -128,7 +128,8 @@ def tiled_forward(
             seen = visible(i, j, first, last)
             if not seen.any():
                 continue  # half of all tiles under a causal mask: neither loaded nor computed
-            k_tile, v_tile = at_least_fp32(k[:, j]), at_least_fp32(v[:, j])
+            k_tile = at_least_fp32(k[:, j])
+            v_tile = at_least_fp32(v[:, j])
             scores = torch.einsum("brhgd,bchd->bhgrc", rows, k_tile) / math.sqrt(D)
             scores = scores.masked_fill(~seen, -math.inf)
             # --- exercise 9.29: the online softmax: add a tile of keys to m, total and acc ---
@@ -166,7 +167,8 @@ def tiled_backward(
     `out` and `lse` may be over more keys: if over the keys of all ranks, this is one block's part of the
     gradients. `dlse` is the gradient of the LSE, if a loss used it.
     """
-    kv_heads, scale = k.shape[2], 1 / math.sqrt(q.shape[-1])
+    kv_heads = k.shape[2]
+    scale = 1 / math.sqrt(q.shape[-1])
     first, last = band(q.shape[1], k.shape[1], causal, window, offset)
     dq, dk, dv = (torch.zeros_like(at_least_fp32(x), memory_format=torch.contiguous_format) for x in (q, k, v))
     delta = (at_least_fp32(dout) * at_least_fp32(out)).sum(-1).transpose(1, 2)  # [B, N, S_q]: line 4 of the algorithm
@@ -179,7 +181,8 @@ def tiled_backward(
             seen = visible(i, j, first, last)
             if not seen.any():
                 continue
-            k_tile, v_tile = at_least_fp32(k[:, j]), at_least_fp32(v[:, j])
+            k_tile = at_least_fp32(k[:, j])
+            v_tile = at_least_fp32(v[:, j])
             scores = torch.einsum("brhgd,bchd->bhgrc", rows, k_tile) * scale
             # --- exercise 9.30: this tile's share of dq, dk and dv ---
             weights = (scores - lse_tile).exp().masked_fill(~seen, 0.0)  # final, without a running maximum
@@ -217,7 +220,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, version: Version, causal: bool, window, offset):
-        ctx.version, ctx.mask = version, dict(causal=causal, window=window, offset=offset)
+        ctx.version = version
+        ctx.mask = dict(causal=causal, window=window, offset=offset)
         with torch.autocast(q.device.type, enabled=False):  # it would round the fp32 factors of a product to 16 bits
             out, lse = version.forward(q, k, v, **ctx.mask, dtype=q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -278,11 +282,14 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: in
 
 def compare(version: Version, args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """`version` against the definition in float64. Rank 0 prints the table; returns the failures."""
-    S, dtype, rank = args.seq, getattr(torch, args.dtype), dist.get_rank(group)
+    S = args.seq
+    dtype = getattr(torch, args.dtype)
+    rank = dist.get_rank(group)
     generator = torch.Generator(device).manual_seed(rank)
     shapes = [(1, S, heads, args.head_dim) for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)]
     given = [torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype) for shape in shapes]
-    exact, wide = [x.double() for x in given], max(4, dtype.itemsize)
+    exact = [x.double() for x in given]
+    wide = max(4, dtype.itemsize)
     wrong: list[str] = []
     if rank == 0:
         print(
@@ -357,7 +364,8 @@ def check_options(parser: OneLineParser) -> argparse.Namespace:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} is too small; use 1 or more")
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
     if 0 < gpus < local:
         parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
     return args
@@ -374,7 +382,8 @@ def run(args: argparse.Namespace, version: Version) -> int:
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120), **alone)
     group = dist.group.WORLD
     assert group is not None
-    rank, wrong = dist.get_rank(), compare(version, args, group, device)
+    rank = dist.get_rank()
+    wrong = compare(version, args, group, device)
     gc.collect()
     dist.destroy_process_group()
     if rank == 0:

@@ -51,7 +51,8 @@ MAX_COLS = 16384  # a row has to fit into the registers of one program
 
 def check(**tensors: Tensor) -> None:
     """ValueError in one line unless the kernels support these tensors: device, dtype, GPU, interpreter."""
-    names, values = list(tensors), list(tensors.values())
+    names = list(tensors)
+    values = list(tensors.values())
     for name, x in tensors.items():
         if x.device != values[0].device:
             raise ValueError(f"{name} is on {x.device} but {names[0]} on {values[0].device}; move one of them")
@@ -128,7 +129,8 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        rows, block = as_rows(x), block_of(x.shape[-1], "softmax")
+        rows = as_rows(x)
+        block = block_of(x.shape[-1], "softmax")
         y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
         grid = (rows.shape[0],)
         softmax_kernel[grid](rows, y, rows.stride(0), rows.shape[1], wide(x.dtype), block, num_warps=warps(block))
@@ -139,8 +141,10 @@ class Softmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        rows, block = as_rows(dy), triton.next_power_of_2(y.shape[1])
-        dx, options = torch.empty_like(y), dict(num_warps=warps(block))
+        rows = as_rows(dy)
+        block = triton.next_power_of_2(y.shape[1])
+        dx = torch.empty_like(y)
+        options = dict(num_warps=warps(block))
         softmax_backward_kernel[(y.shape[0],)](rows, y, dx, rows.stride(0), y.shape[1], wide(y.dtype), block, **options)
         return dx.view(dy.shape)
 
@@ -232,7 +236,8 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Any:
-        x2, block = as_rows(x), block_of(x.shape[-1], "RMSNorm")
+        x2 = as_rows(x)
+        block = block_of(x.shape[-1], "RMSNorm")
         rows, cols = x2.shape
         add = None if residual is None else as_rows(residual)
         total = x2 if add is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -256,9 +261,11 @@ class RMSNorm(torch.autograd.Function):
             return dtotal, dtotal, None, None
         x = as_rows(total)
         rows, cols = x.shape
-        dy2, extra = as_rows(dy), None if dtotal is None else as_rows(dtotal)
+        dy2 = as_rows(dy)
+        extra = None if dtotal is None else as_rows(dtotal)
         block = triton.next_power_of_2(cols)
-        programs, stages = programs_for(rows, block, x.device), 2 if block <= 8192 else 1
+        programs = programs_for(rows, block, x.device)
+        stages = 2 if block <= 8192 else 1
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dweight = torch.empty(programs, cols, dtype=inverse.dtype, device=x.device)
         rms_norm_backward_kernel[(programs,)](
@@ -295,7 +302,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i+D/2}) of every head, as chapter 1 writes it."""
-    cos, sin = cos[..., None, :], sin[..., None, :]
+    cos = cos[..., None, :]
+    sin = sin[..., None, :]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -384,7 +392,8 @@ def swiglu_kernel(
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, cols, blocks, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
-    row, col = program // blocks, (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    row = program // blocks
+    col = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=col < cols, other=0.0).to(WIDE)
     up = tl.load(up_ptr + row * up_stride + col, mask=col < cols, other=0.0).to(WIDE)
     y = gate * sigmoid(gate) * up
@@ -397,7 +406,8 @@ def swiglu_backward_kernel(
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    row, col = program // blocks, (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    row = program // blocks
+    col = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = col < cols
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=inside, other=0.0).to(WIDE)
     up = tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(WIDE)
@@ -470,7 +480,8 @@ def bytes_moved(name: str, numel: int, size: int) -> tuple[int, int]:
 
 def bytes_kept(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes that autograd saves, without weights. RoPE saves its tables, shared by all layers of a model."""
-    numel, rows = torch.Size(shape).numel(), torch.Size(shape[:-1]).numel()
+    numel = torch.Size(shape).numel()
+    rows = torch.Size(shape[:-1]).numel()
     per_row = torch.promote_types(dtype, torch.float32).itemsize if name.endswith("rms_norm") else 0
     tables = 2 * shape[1] * (shape[3] // 2) * 4 if name == "rope" else 0
     return KEPT[name] * numel * dtype.itemsize + rows * per_row + tables

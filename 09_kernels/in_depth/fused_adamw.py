@@ -109,7 +109,8 @@ def adamw_(
         raise ValueError(f"step {step}: the first step is 1, as the corrections 1 - beta^step must not be 0")
     # In Python's float64, because 1 - 0.999 in float32 is wrong in the fifth digit.
     beta1, beta2 = betas
-    step_size, root_correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    step_size = lr / (1 - beta1**step)
+    root_correction = (1 - beta2**step) ** 0.5
     adamw_kernel[(triton.cdiv(p.numel(), BLOCK),)](
         p, g, m, v, copy, scale, p.numel(),
         lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, step_size, root_correction, eps, BLOCK, num_warps=4,
@@ -169,7 +170,8 @@ class AdamW(torch.optim.AdamW):
                 state["step"] += 1
                 options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
                 moments = state["exp_avg"], state["exp_avg_sq"]
-                step, lr = int(state["step"]), float(group["lr"])
+                step = int(state["step"])
+                lr = float(group["lr"])
                 adamw_(p, p.grad.contiguous(), *moments, step=step, lr=lr, scale=scale, **options)
 
 

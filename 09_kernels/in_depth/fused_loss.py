@@ -149,10 +149,8 @@ def gradient_of_rows(logits: Tensor, labels: Tensor, m: Tensor, s: Tensor, scale
 def rows_and_labels(x: Tensor, labels: Tensor, vocab: int, name: str) -> tuple[Tensor, Tensor]:
     """x as [T, ...], labels as [T]; ValueError unless they fit each other."""
     if labels.shape != x.shape[:-1] or labels.dtype != torch.int64 or labels.device != x.device:
-        has, wants = (
-            f"{list(labels.shape)} {labels.dtype} on {labels.device}",
-            f"{list(x.shape[:-1])} int64 on {x.device}",
-        )
+        has = f"{list(labels.shape)} {labels.dtype} on {labels.device}"
+        wants = f"{list(x.shape[:-1])} int64 on {x.device}"
         raise ValueError(f"labels are {has}; {name} {list(x.shape)} needs {wants}")
     if labels.device.type == "cpu" and ((labels != IGNORE) & ((labels < 0) | (labels >= vocab))).any():
         raise ValueError(f"labels must be 0 to {vocab - 1}, or {IGNORE}; on a GPU the loss of such a row is NaN")
@@ -217,7 +215,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, differentiate: bool) -> Tensor:
         h, labels = rows_and_labels(hidden, labels, weight.shape[0], "hidden")
-        T, V = h.shape[0], weight.shape[0]
+        T = h.shape[0]
+        V = weight.shape[0]
         exact = torch.promote_types(h.dtype, torch.float32)
         loss, m, s = (torch.empty(T, dtype=exact, device=h.device) for _ in range(3))
         one = torch.ones((), dtype=exact, device=h.device)  # the scale is known only in backward
@@ -239,7 +238,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 add_product(dweight, logits, h[part])  # [V, C] @ [C, H] -> [V, H]
         # --- end exercise ---
         ctx.save_for_backward(dh, dweight)
-        ctx.shape, ctx.dtype = hidden.shape, weight.dtype
+        ctx.shape = hidden.shape
+        ctx.dtype = weight.dtype
         return loss.sum()
 
     @staticmethod
@@ -273,7 +273,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     """
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
     check(hidden=hidden, weight=weight)
     if hidden.dtype != weight.dtype or hidden.shape[-1:] != weight.shape[1:]:
         raise ValueError(

@@ -166,7 +166,8 @@ def matmul(
     elements or more (offsets are 32 bits), a GPU that is too old, an `out` of another kind or layout.
     """
     check_matmul(a, b, rung)
-    (M, K), N = a.shape, b.shape[1]
+    M, K = a.shape
+    N = b.shape[1]
     if out is None:
         out = a.new_empty(M, N)
     elif (out.shape, out.dtype, out.device) != ((M, N), a.dtype, a.device) or aligned(out) is not out:
@@ -180,7 +181,8 @@ def matmul(
             tiled_kernel[grid](a, b, out, M, N, K, *a.stride(), *b.stride(), BM=64, BN=64, BK=32)
         return out
     spec = RUNGS[rung]
-    a_across, b_across = lies_across(a), lies_across(b.t())
+    a_across = lies_across(a)
+    b_across = lies_across(b.t())
     if rung == "multicast" and (a_across or b_across):  # it reads this layout directly
         a = a.t() if a_across else aligned(a)
         b = b if b_across else aligned(b.t())
@@ -223,7 +225,8 @@ def check_matmul(a: Tensor, b: Tensor, rung: str) -> None:
     if a.dtype not in allowed:
         raise ValueError(f"rung {rung} takes {' or '.join(str(d) for d in allowed)}, not {a.dtype}; cast a and b first")
     extents = {"a": (list(a.shape), a.stride()), "b": (list(b.shape), b.stride())}
-    (M, K), N = a.shape, b.shape[1]
+    M, K = a.shape
+    N = b.shape[1]
     if rung != TRITON and RUNGS[rung].dtype == torch.bfloat16:  # as bf16_operands will change them
         K += -K % 8
         extents |= {"a, with K padded,": ([M, K], (K, 1)), "b, with K padded,": ([K, N], (1, K))}
@@ -234,14 +237,16 @@ def check_matmul(a: Tensor, b: Tensor, rung: str) -> None:
     if a.shape[0] > 65535 * 32:  # rows of tiles are the grid's y, at most 65535
         raise ValueError(f"a has {a.shape[0]} rows; a grid has at most 65535 rows of tiles of 32; split a")
     if rung in RUNGS and a.is_cuda:
-        have, need = torch.cuda.get_device_capability(a.device), RUNGS[rung].capability
+        have = torch.cuda.get_device_capability(a.device)
+        need = RUNGS[rung].capability
         if have < need or (need == (9, 0) and have != need):  # wgmma exists only on Hopper, not on later GPUs
             raise ValueError(f"rung {rung} needs compute capability {need[0]}.{need[1]}, not {have[0]}.{have[1]}")
 
 
 def count(rung: Rung, M: int, N: int, K: int) -> Counters:
     """The counters of the rung on the CPU for a matmul of this size."""
-    a, b = torch.zeros(M, K, dtype=rung.dtype), torch.zeros(K, N, dtype=rung.dtype)
+    a = torch.zeros(M, K, dtype=rung.dtype)
+    b = torch.zeros(K, N, dtype=rung.dtype)
     if rung.dtype == torch.bfloat16:
         a, b = bf16_operands(a, b)
     return call(*rung.call, rung.number, M, N, K, a, b, a.new_empty(M, N), counting=True)
@@ -264,7 +269,8 @@ def reference(a: Tensor, b: Tensor) -> tuple[Tensor, float]:
     √p times smaller, but a kernel without this is as correct. TF32 is off while PyTorch computes, because a
     reference in lower precision would accept any error.
     """
-    allowed, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
     try:
         theirs = a @ b
     finally:
@@ -308,7 +314,8 @@ def verify(rung: str, M: int, N: int, K: int, device: str) -> tuple[float, bool]
 
 def print_resources(arch: str) -> bool:
     """A table of the resources of each kernel. False if one exceeds a multiprocessor."""
-    gpu, fits = GPUS[arch], True
+    gpu = GPUS[arch]
+    fits = True
     rungs = [rung for rung in LADDER if arch != "sm_80" or rung.capability <= (8, 0)]
     found: dict[str, Resources] = {}
     for source in dict.fromkeys(rung.call[0] for rung in rungs):
@@ -360,7 +367,9 @@ def main() -> int:
 
 def demo(rungs: list[str], M: int, N: int, K: int, device: str) -> int:
     wrong = []
-    M0, N0, K0 = 128, 256, 64  # sizes to count: full tiles of every rung; a cluster has two, stacked
+    M0 = 128
+    N0 = 256
+    K0 = 64  # sizes to count: full tiles of every rung; a cluster has two, stacked
     print(f"errors at {M} x {N} x {K} on {device}; sectors and bank turns on the CPU only, at {M0} x {N0} x {K0}, and")
     print(f"for clusters of two at {2 * M0} x {N0} x {K0}")
     print(f"{'rung':<17}{'error/torch':>12}{'any order':>11}{'sectors: predicted':>20}{'counted':>9}{'bank turns':>13}")
@@ -380,7 +389,8 @@ def demo(rungs: list[str], M: int, N: int, K: int, device: str) -> int:
         if device == "cpu" and name in RUNGS:
             rung = RUNGS[name]
             size = (M0 * rung.cluster, N0, K0)
-            got, predicted = count(rung, *size), rung.load_sectors(*size)
+            got = count(rung, *size)
+            predicted = rung.load_sectors(*size)
             turns = got.bank_turns / got.bank_turns_least if got.bank_turns_least else 1.0
             counted = f"{predicted:>20}{got.load_sectors:>9}{turns:>8.2f} of {rung.bank_turns:.0f}"
             if got.load_sectors != predicted or turns != rung.bank_turns:

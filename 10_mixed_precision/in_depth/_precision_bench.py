@@ -39,7 +39,8 @@ def gpu_options(*more: str) -> argparse.Namespace:
     if "--figures" in more:
         parser.add_argument("--figures", action="store_true", help="only draw the figures again")
     args = parser.parse_args()
-    seconds, figures = getattr(args, "seconds", None), getattr(args, "figures", False)
+    seconds = getattr(args, "seconds", None)
+    figures = getattr(args, "figures", False)
     if args.dry and not (args.gpu and args.out):
         parser.error("--dry is for --gpu, and needs --out: its numbers must not be among the results")
     if args.out and not args.gpu:

@@ -39,7 +39,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.linear = heads, linear
         self.norm1, self.norm2 = (nn.Parameter(torch.ones(hidden)) for _ in range(2))
-        self.qkv, self.out = nn.Parameter(torch.empty(3 * hidden, hidden)), nn.Parameter(torch.empty(hidden, hidden))
+        self.qkv = nn.Parameter(torch.empty(3 * hidden, hidden))
+        self.out = nn.Parameter(torch.empty(hidden, hidden))
         self.gate, self.up = (nn.Parameter(torch.empty(inner, hidden)) for _ in range(2))
         self.down = nn.Parameter(torch.empty(hidden, inner))
 
@@ -77,7 +78,8 @@ class Decoder(nn.Module):
         self.embed = nn.Parameter(torch.empty(vocab, hidden))
         self.blocks = nn.ModuleList(Block(hidden, heads, inner, linear) for _ in range(layers))
         self.norm = nn.Parameter(torch.ones(hidden))
-        self.head, self.head_linear = nn.Parameter(torch.empty(vocab, hidden)), head or F.linear
+        self.head = nn.Parameter(torch.empty(vocab, hidden))
+        self.head_linear = head or F.linear
         generator = torch.Generator().manual_seed(0)  # the same first weights for every policy, drawn in fp32
         for name, p in self.named_parameters():
             if p.dim() > 1:
@@ -157,7 +159,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoReturn:
     """Start the process group, run the demo, print PASS or what is off."""
-    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < gpus < local:
         OneLineParser().error(f"--nproc_per_node {local}: there are {gpus} GPUs here; use {gpus} or less")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
@@ -166,7 +169,8 @@ def launch(demo: Callable[[dist.ProcessGroup, torch.device], list[str]]) -> NoRe
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     assert dist.group.WORLD is not None
-    rank, wrong = dist.get_rank(), demo(dist.group.WORLD, device)
+    rank = dist.get_rank()
+    wrong = demo(dist.group.WORLD, device)
     gc.collect()  # cyclic references to the group must not outlive it
     dist.destroy_process_group()
     if rank == 0:

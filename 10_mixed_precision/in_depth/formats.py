@@ -211,7 +211,8 @@ def amax_of(x: Tensor, block: Block) -> Tensor:
     """The largest |x| of each block, in fp32. x [R, C] -> [ceil(R/rows), ceil(C/columns)]; the last may be smaller."""
     if x.numel() == 0:  # no tokens: blocks of full columns have an amax of 0, and there are no blocks of rows
         return x.new_zeros([-(-n // b) if b else 1 for n, b in zip(x.shape, block, strict=True)], dtype=torch.float32)
-    rows, columns = block[0] or x.shape[0], block[1] or x.shape[1]
+    rows = block[0] or x.shape[0]
+    columns = block[1] or x.shape[1]
     # --- exercise 10.30: the largest element of each block ---
     padded = F.pad(x.detach().abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))  # zeros do not change a maximum
     tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [R/rows, rows, C/columns, columns]
@@ -248,7 +249,8 @@ def transpose(q: Quantized) -> Quantized:
 def emulated_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a [M, K] times b [N, K]ᵀ: products of 8-bit values and their scales, summed in fp32 (fp64 for fp64)."""
     kind = torch.promote_types(dtype, torch.float32)
-    left, right = a.dequantize(kind), b.dequantize(kind)
+    left = a.dequantize(kind)
+    right = b.dequantize(kind)
     with torch.autocast(left.device.type, enabled=False):  # it would round them to bf16
         return (left @ right.T).to(dtype)
 
@@ -291,7 +293,8 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
 
     report.title("A weight of 1 and 1000 updates of 0.001 in bf16, where the gap above 1 is 0.0078")
     weight = torch.ones(4096, dtype=torch.bfloat16)
-    nearest, drawn = weight.clone(), weight.clone()
+    nearest = weight.clone()
+    drawn = weight.clone()
     same_seed = torch.Generator().manual_seed(0)
     for _ in range(1000):
         nearest += 0.001

@@ -112,7 +112,8 @@ def tensor_core_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, promote: 
     K = a.values.shape[1]
     if promote == 0 and a.scale.shape[1] * b.scale.shape[1] > 1:
         raise ValueError("promote 0 with scales that change along the sum: each tile needs its own partial sum")
-    left, right = a.values.float(), b.values.float()
+    left = a.values.float()
+    right = b.values.float()
     scale_a, scale_b = (expand(q.scale, q.block, q.values.shape) for q in (a, b))  # one per element
     total = left.new_zeros(len(left), len(right))
     partial = torch.zeros_like(total)
@@ -136,9 +137,11 @@ class ThreeProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, operands: Callable, matmul: Callable[..., Tensor]):
-        (x_k, x_m), (w_k, w_n) = operands(x, "x"), operands(weight, "w")  # named by the dimension that is summed
+        x_k, x_m = operands(x, "x")
+        w_k, w_n = operands(weight, "w")  # named by the dimension that is summed
         ctx.save_for_backward(x_m.values, x_m.scale, w_n.values, w_n.scale)
-        ctx.blocks, ctx.dtype = (x_m.block, w_n.block), weight.dtype
+        ctx.blocks = (x_m.block, w_n.block)
+        ctx.dtype = weight.dtype
         ctx.operands, ctx.matmul = operands, matmul
         return matmul(x_k, w_k, x.dtype)
 
@@ -146,7 +149,8 @@ class ThreeProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor):
         x_values, x_scale, w_values, w_scale = ctx.saved_tensors
-        x_m, w_n = Quantized(x_values, x_scale, ctx.blocks[0]), Quantized(w_values, w_scale, ctx.blocks[1])
+        x_m = Quantized(x_values, x_scale, ctx.blocks[0])
+        w_n = Quantized(w_values, w_scale, ctx.blocks[1])
         # --- exercise 10.33: Dgrad and Wgrad, each with operands that are scaled along its sum ---
         dy_n, dy_m = ctx.operands(dy, "dy")
         dx = ctx.matmul(dy_n, transpose(w_n), dy.dtype)  # [M, N] and [K, N], summed over N -> [M, K]
@@ -204,7 +208,8 @@ class Fp8Linear:
             raise ValueError("fp8 matmul and product 'cuda' both say who multiplies; leave one out")
         if amax_group is not None and dist.get_world_size(amax_group) == 1:
             amax_group = None
-        self.recipe, self.group = RECIPES[recipe], amax_group
+        self.recipe = RECIPES[recipe]
+        self.group = amax_group
         self.kernels: Any = None
         if matmul is None and torch.device(device).type == "cuda":
             import fp8_kernels
@@ -264,7 +269,8 @@ class Fp8Linear:
         def quantised(tensor: Tensor, role: str) -> tuple[Quantized, Quantized]:
             if self.kernels and tensor.numel():
                 return self.both(tensor, role, weight, counts)
-            along_rows, along_columns = self.recipe.block(role, 1), self.recipe.block(role, 0)
+            along_rows = self.recipe.block(role, 1)
+            along_columns = self.recipe.block(role, 0)
             first = self.quantize(tensor, role, along_rows, weight, counts)
             if along_rows == along_columns:  # one scale, or a square block: one form serves both sums
                 return first, first
@@ -348,7 +354,9 @@ class Fp8Linear:
 
     def end_step(self) -> None:
         """After the optimizer step: add the step's amaxes to the history, in one message for all layers."""
-        bad, self.bad, self.notes = [*self.bad, *self.notes.items()], [], {}
+        bad = [*self.bad, *self.notes.items()]
+        self.bad = []
+        self.notes = {}
         histories = [history for roles in self.histories.values() for history in roles.values()]
         if histories != self.columns:
             self.line_up(histories)
@@ -378,7 +386,9 @@ class Fp8Linear:
         )
         for i, history in enumerate(histories):
             here = slice(i, i + 1)
-            history.past, history.now, history.peak = self.past[:, here], self.now[:, here], self.peak[:, here]
+            history.past = self.past[:, here]
+            history.now = self.now[:, here]
+            history.peak = self.peak[:, here]
         self.columns = histories
 
     def leave_out_step(self) -> None:
@@ -433,7 +443,10 @@ class LargeFeatures:
     def __init__(self, linear: Callable[[Tensor, Tensor], Tensor], factor: float, features: int = 6, least: int = 4096):
         if factor <= 0 or math.frexp(factor)[0] != 0.5:
             raise ValueError(f"factor {factor:g} of the outliers is no power of two, and would change what is computed")
-        self.linear, self.factor, self.features, self.least = linear, factor, features, least
+        self.linear = linear
+        self.factor = factor
+        self.features = features
+        self.least = least
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         inputs = weight.shape[1]
@@ -459,7 +472,9 @@ def step_of(model: nn.Module, linear: Fp8Linear | None, tokens: Tensor, labels: 
 
 
 def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    report, rank, ranks = Report(group), dist.get_rank(group), dist.get_world_size(group)
+    report = Report(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     sizes: dict[str, Any] = dict(hidden=128, inner=256, layers=1)
     tokens, labels = (t.to(device) for t in batch(stdlib_bytes(200_000), 0, rows=2 * ranks))
     mine = slice(2 * rank, 2 * rank + 2)
@@ -481,9 +496,12 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         limit = own if name == "row" else 1e-10
         report.add("against the same recipe on one rank", f"<= {limit:.1e}", f"{worst:.1e}", worst <= limit)
         report.add("that recipe against none: largest error", "<= 0.15", f"{own:.3f}", own <= 0.15)
-        M, K, N = 256, 512, 128
+        M = 256
+        K = 512
+        N = 128
         x, ordinary = with_outliers(M, K)
-        x, weight = x.requires_grad_(), nn.Parameter(torch.randn(N, K) / K**0.5)
+        x = x.requires_grad_()
+        weight = nn.Parameter(torch.randn(N, K) / K**0.5)
         kept: dict[int, int] = {}
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, kept=kept: kept.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t,

@@ -79,7 +79,10 @@ if triton.knobs.runtime.interpret:  # if PyTorch has imported Triton before, its
             if getattr(tl, name, None) is function:
                 setattr(tl, name, getattr(tl.standard, name))
 
-GIVEN, PER_ROW, PER_COLUMN, PER_TILE = 0, 1, 2, 3  # the source of quantize_kernel's scales
+GIVEN = 0  # the source of quantize_kernel's scales
+PER_ROW = 1
+PER_COLUMN = 2
+PER_TILE = 3
 INTERPRETED = triton.knobs.runtime.interpret
 MODES = {(1, TILE): PER_ROW, (TILE, 1): PER_COLUMN, (TILE, TILE): PER_TILE}
 
@@ -161,8 +164,10 @@ def quantize_kernel(
     """x [rows, columns] to 8 bits, one SIZE x SIZE tile per program. The strides of q decide whether it is
     transposed; BOTH also writes the transpose, into `turned` [columns, rows]. `given`: the amax, in mode 0.
     `note`, if given, becomes the largest of itself and all |x|."""
-    tile_r, tile_c = tl.program_id(0), tl.program_id(1)
-    r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tile_r = tl.program_id(0)
+    tile_c = tl.program_id(1)
+    r = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    c = tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
     value = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)  # [SIZE, SIZE]
     if note is not None:
@@ -198,7 +203,8 @@ def quantize_kernel(
 @on_its_gpu
 def amax(x: Tensor) -> Tensor:
     """The largest |x| as [1, 1] in fp32; infinite if x has NaN."""
-    x, size = x.contiguous(), 8192
+    x = x.contiguous()
+    size = 8192
     out = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
     amax_kernel[(triton.cdiv(x.numel(), size),)](x, out, x.numel(), SIZE=size)
     return out
@@ -256,8 +262,10 @@ def quantize(x: Tensor, dtype: torch.dtype, block: Block) -> Quantized:
 @triton.jit
 def peaks_kernel(x, peaks, rows, columns, x_row, SIZE: tl.constexpr):
     """peaks[:rows] = the largest |x| of each row, or the old value if larger; peaks[rows:] of columns."""
-    tile_r, tile_c = tl.program_id(0), tl.program_id(1)
-    r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tile_r = tl.program_id(0)
+    tile_c = tl.program_id(1)
+    r = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    c = tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
     value = magnitude(tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32))
     tl.atomic_max(peaks + r, tl.max(value, axis=1), mask=r < rows, sem="relaxed")
@@ -273,18 +281,25 @@ def both_kernel(
     and `across` [columns, rows], scaled by columns and transposed, for a sum over rows. Scales are for tiles
     of SIZE, or, if GIVEN, for full rows and columns, whose largest elements are in `peaks`: then sl_tile and
     sc_tile are 0. `note`, if given, becomes the largest of itself and all |x|."""
-    tile_r, tile_c = tl.program_id(0), tl.program_id(1)
-    r, c = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE), tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tile_r = tl.program_id(0)
+    tile_c = tl.program_id(1)
+    r = tile_r.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    c = tile_c.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
     value = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)  # [SIZE, SIZE]
-    new_r, new_c = r < rows, c < columns  # scales that this program stores
+    new_r = r < rows  # scales that this program stores
+    new_c = c < columns
     if GIVEN:
-        peak_r, peak_c = tl.load(peaks + r, mask=new_r, other=0.0), tl.load(peaks + rows + c, mask=new_c, other=0.0)
-        new_r, new_c = new_r & (tile_c == 0), new_c & (tile_r == 0)  # once per scale
+        peak_r = tl.load(peaks + r, mask=new_r, other=0.0)
+        peak_c = tl.load(peaks + rows + c, mask=new_c, other=0.0)
+        new_r = new_r & (tile_c == 0)
+        new_c = new_c & (tile_r == 0)  # once per scale
     else:
         size = magnitude(value)
-        peak_r, peak_c = tl.max(size, axis=1), tl.max(size, axis=0)
-    by_row, by_column = scale_of_amax(peak_r, largest), scale_of_amax(peak_c, largest)
+        peak_r = tl.max(size, axis=1)
+        peak_c = tl.max(size, axis=0)
+    by_row = scale_of_amax(peak_r, largest)
+    by_column = scale_of_amax(peak_c, largest)
     tl.store(s_along + r * sl_row + tile_c * sl_tile, by_row, mask=new_r)
     tl.store(s_across + tile_r * sc_tile + c, by_column, mask=new_c)
     if note is not None:
@@ -308,8 +323,10 @@ def quantize_both(
     columns span several tiles, so for their largest elements x is read once more. Scales add 4 bytes each.
     """
     x = x.contiguous()
-    (rows, columns), form = x.shape, OF_DTYPE[dtype]
-    tiles_r, tiles_c = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+    rows, columns = x.shape
+    form = OF_DTYPE[dtype]
+    tiles_r = triton.cdiv(rows, TILE)
+    tiles_c = triton.cdiv(columns, TILE)
     if block == (TILE, TILE):
         scale = torch.empty(tiles_r, tiles_c, dtype=torch.float32, device=x.device)
         q, turned = run_quantize(x, dtype, scale, PER_TILE, both=True, note=note)
@@ -357,7 +374,9 @@ def block_matmul_kernel(
 
     Programs are numbered so that GROUP rows of tiles run together, and what they read of b stays in L2.
     """
-    program, down, across = tl.program_id(0), tl.cdiv(M, SIZE), tl.cdiv(N, SIZE)
+    program = tl.program_id(0)
+    down = tl.cdiv(M, SIZE)
+    across = tl.cdiv(N, SIZE)
     first = program // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
     m = (first + program % height).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -395,7 +414,8 @@ def rows_of(values: Tensor) -> Tensor:
 @on_its_gpu
 def block_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a [M, K] b [N, K]ᵀ -> [M, N], both with scales for 128 terms of the sum."""
-    left, right = rows_of(a.values), rows_of(b.values)
+    left = rows_of(a.values)
+    right = rows_of(b.values)
     M, K, N = *left.shape, right.shape[0]
     out = torch.empty(M, N, dtype=dtype, device=left.device)
     strides = (*a.scale.stride(), *b.scale.stride())
@@ -410,7 +430,8 @@ def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a bᵀ on fp8 tensor cores: cuBLAS through torch for one scale per tensor or row, `block_matmul` for tiles."""
     if a.block[1] == TILE:
         return block_matmul(a, b, dtype)
-    left, right = rows_of(a.values), rows_of(b.values).t()  # b as [K, N] whose columns are contiguous
+    left = rows_of(a.values)
+    right = rows_of(b.values).t()  # b as [K, N] whose columns are contiguous
     per_tensor = a.block == (0, 0)
     kind = dtype if per_tensor and dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.bfloat16
     scale_a, scale_b = (a.scale.view(()), b.scale.view(())) if per_tensor else (a.scale, b.scale.t())
@@ -425,7 +446,8 @@ def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    report, size = Report(group), 320 if device.type == "cpu" else 2064  # neither a multiple of 128
+    report = Report(group)
+    size = 320 if device.type == "cpu" else 2064  # neither a multiple of 128
     report.title(f"{size} x {size - 48}, {'Triton interpreter' if device.type == 'cpu' else 'GPU'}")
     generator = torch.Generator().manual_seed(report.rank)
     x = (
@@ -435,7 +457,8 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     w = torch.randn(192, size - 48, generator=generator).to(device)
     report.add("amax", amax_of(x, (0, 0)).item(), amax(x).item())
     for block in MODES:
-        got, want = quantize(x, e4m3, block), reference_quantize(x, e4m3, block)
+        got = quantize(x, e4m3, block)
+        want = reference_quantize(x, e4m3, block)
         # Neither division is IEEE's on a GPU: Triton's `/` is div.full.f32, right to 2 units in the last place, and
         # PyTorch multiplies by a reciprocal, right to 1.5. Together they differ by less than 4. Exact division
         # (tl.div_rn) would be slow without a benefit, because the matmul uses the stored scale.
@@ -448,7 +471,8 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         report.add("  elements that differ", "<= 0.1 %", f"{differ:.3%}", differ <= 1e-3)
         if block[1] == TILE:
             other = quantize(w, e4m3, (TILE, TILE))
-            y, exact = block_matmul(got, other, torch.float32), emulated_matmul(got, other, torch.float32)
+            y = block_matmul(got, other, torch.float32)
+            exact = emulated_matmul(got, other, torch.float32)
             error = ((y - exact).norm() / exact.norm()).item()
             limit = 1e-5 if device.type == "cpu" else 1e-2  # tensor cores sum the 128 terms with fewer bits
             report.add("  matmul against fp32 sums", f"<= {limit}", f"{error:.1e}", error <= limit)

@@ -48,7 +48,9 @@ from formats import TILE, Quantized, e4m3, emulated_matmul, quantize, transpose
 from torch import Tensor
 
 # Legend: a [M, K] and b [N, K] in 8 bits, out [M, N]; a tile and a step have TILE = 128 rows, columns and terms.
-SOURCE, KERNEL, THREADS = Path(__file__).with_name("fp8_matmul.cu"), "fp8_product", 384
+SOURCE = Path(__file__).with_name("fp8_matmul.cu")
+KERNEL = "fp8_product"
+THREADS = 384
 CLUSTER = 256  # rows and columns of a tile of a cluster of two blocks
 e5m2 = torch.float8_e5m2
 BITS = 14  # of the tensor core's accumulator, where it is emulated
@@ -71,9 +73,12 @@ def cuda_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, order: int = 
     ValueError, in one line, for what the kernel cannot do.
     """
     check(a, b)
-    (M, K), N = a.values.shape, b.values.shape[0]
-    left, right = rows_of(a.values), rows_of(b.values)
-    s_a, s_b = rows_of(lines(a)), rows_of(lines(b))
+    M, K = a.values.shape
+    N = b.values.shape[0]
+    left = rows_of(a.values)
+    right = rows_of(b.values)
+    s_a = rows_of(lines(a))
+    s_b = rows_of(lines(b))
     out = torch.empty(M, N, dtype=dtype if dtype == torch.bfloat16 else torch.float32, device=left.device)
     kinds = (int(left.dtype == e5m2), int(b.block[0] == TILE), int(out.dtype == torch.bfloat16))
     sizes = (M, N, K, s_a.shape[1], s_b.shape[1])

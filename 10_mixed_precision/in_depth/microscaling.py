@@ -63,14 +63,16 @@ class Finite(Format):
 
     def value(self, pattern: int) -> float:
         sign = -1.0 if pattern >> (self.bits - 1) else 1.0
-        e, m = pattern >> self.mantissa & (2**self.exponent - 1), pattern & (2**self.mantissa - 1)
+        e = pattern >> self.mantissa & (2**self.exponent - 1)
+        m = pattern & (2**self.mantissa - 1)
         if e == 0:
             return sign * self.smallest * m
         return sign * 2.0 ** (e - self.bias) * (1 + m * self.epsilon)
 
 
 E2M1 = Finite("e2m1", 2, 1, None, ieee=False)  # torch has the type, float4_e2m1fn_x2, and no arithmetic for it
-E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
+E4M3 = FORMATS["e4m3"]
+E5M2 = FORMATS["e5m2"]
 BIAS, NAN = 127, 255  # of e8m0
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -193,7 +195,8 @@ class Micro:
         here. e4m3 holds every number of e2m1."""
         x = wide(x.detach())
         scales, outer, inverse = self.scales(x, amax)
-        scaled, dtype = x * expand(inverse, self.block, x.shape), self.element.dtype or e4m3
+        scaled = x * expand(inverse, self.block, x.shape)
+        dtype = self.element.dtype or e4m3
         if self.element.dtype is None:
             size = scaled.abs()
             gap = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # of e2m1
@@ -255,7 +258,9 @@ def unlike_torch() -> dict[str, int]:
 
 
 def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    report, rank, ranks = Report(group), dist.get_rank(group), dist.get_world_size(group)
+    report = Report(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     report.title("Patterns read, and numbers rounded, otherwise than by torch")
     for what, count in unlike_torch().items():
         report.add(what, 0, count)
@@ -277,7 +282,8 @@ def demo(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         q = kind.quantize(x)
         bits = kind.element.bits + 8 / kind.size + (32 / x.numel() if kind.two_levels else 0)
         report.add(f"{name}: bits per number", bits, q.bits() / x.numel())
-        error, limit = relative(q.dequantize()[:, ordinary], x[:, ordinary]), 0.25 if kind.element is E2M1 else 0.06
+        error = relative(q.dequantize()[:, ordinary], x[:, ordinary])
+        limit = 0.25 if kind.element is E2M1 else 0.06
         report.add("  error of the ordinary features", f"<= {limit}", f"{error:.4f}", error <= limit)
         linear = MicroLinear(name, group)
         own = linear.quantize(x[mine], "x", kind.block, x).dequantize()

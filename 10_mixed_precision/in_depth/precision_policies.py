@@ -46,7 +46,9 @@ from _precision_demo import Decoder, OneLineParser, Report, batch, launch, loss_
 from formats import lost_updates, share_of, stochastic_round
 from torch import Tensor, nn
 
-fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+fp32 = torch.float32
+fp16 = torch.float16
+bf16 = torch.bfloat16
 ITEMS = ("master", "accumulation", "weights", "gradients", "exp_avg", "exp_avg_sq")  # of a parameter
 
 
@@ -120,8 +122,12 @@ class LossScaler:
     ):
         if not 0 < floor <= scale:
             raise ValueError(f"loss scale {scale:g} is below its floor {floor:g}; use at least the floor, above 0")
-        self.group, self.value, self.dynamic = group, scale, dynamic
-        self.growth_interval, self.floor, self.patience = growth_interval, floor, patience
+        self.group = group
+        self.value = scale
+        self.dynamic = dynamic
+        self.growth_interval = growth_interval
+        self.floor = floor
+        self.patience = patience
         self.good = 0  # steps since the last change
         self.skipped = self.in_a_row = 0
 
@@ -158,11 +164,15 @@ class LossScaler:
         """After each step, taken or not. Raises FloatingPointError where more steps would not help."""
         # --- exercise 10.27: the search for the largest scale that works ---
         if finite:
-            self.good, self.in_a_row = self.good + 1, 0
+            self.good += 1
+            self.in_a_row = 0
             if self.dynamic and self.good == self.growth_interval:
-                self.value, self.good = self.value * 2, 0
+                self.value = self.value * 2
+                self.good = 0
             return
-        self.good, self.skipped, self.in_a_row = 0, self.skipped + 1, self.in_a_row + 1
+        self.good = 0
+        self.skipped += 1
+        self.in_a_row += 1
         if self.dynamic and self.value / 2 >= self.floor:
             self.value /= 2
             return
@@ -224,7 +234,10 @@ class MixedAdamW:
         self.names = {p: name for name, p in named_parameters if p.requires_grad}
         if not self.names:
             raise ValueError("no trainable parameter; set requires_grad on at least one")
-        self.policy, self.lr, self.weight_decay, self.betas = policy, lr, weight_decay, betas
+        self.policy = policy
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.betas = betas
         self.steps = 0
         self.lost: float | None = None
         # The random bits of stochastic rounding: the same on replicas, which must stay equal.
@@ -311,7 +324,9 @@ class MixedAdamW:
             return None
         # --- exercise 10.29: the update happens in fp32, and is rounded when it is stored ---
         holder = state.get("master", p.data)  # where the optimizer stores the weight
-        w, m, v = self.read(holder), self.read(state["exp_avg"]), self.read(state["exp_avg_sq"])
+        w = self.read(holder)
+        m = self.read(state["exp_avg"])
+        v = self.read(state["exp_avg_sq"])
         before = w.clone()
         decay = self.weight_decay if p.dim() > 1 else 0.0
         adamw_update(w, self.read(gradient) * inverse, m, v, self.steps, self.lr, decay, self.betas)
@@ -339,10 +354,13 @@ def train(
     name: str, group: dist.ProcessGroup, device: torch.device, steps: int, micro_batches: int = 2, **sizes: int
 ) -> dict[str, Any]:
     """A few data-parallel steps of a small decoder: losses, weights, gradients of the first step, bytes."""
-    policy, rank, ranks = POLICIES[name], dist.get_rank(group), dist.get_world_size(group)
+    policy = POLICIES[name]
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     model = Decoder(linear, head=linear, **sizes).to(device)
     optimizer = MixedAdamW(model.named_parameters(), policy, lr=2e-3)
-    scaler, data = make_scaler(policy, group), stdlib_bytes(200_000)
+    scaler = make_scaler(policy, group)
+    data = stdlib_bytes(200_000)
     seen: dict[str, Any] = {"losses": [], "lost": None, "died": ""}
     for step in range(steps):
         tokens, labels = (t.to(device) for t in batch(data, step, rows=2 * ranks * micro_batches))
@@ -372,7 +390,8 @@ def train(
 
 
 def demo(names: list[str], group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    report, sizes = Report(group), dict(hidden=64, inner=128, layers=1)
+    report = Report(group)
+    sizes = dict(hidden=64, inner=128, layers=1)
     alone = dist.new_group([dist.get_rank(group)], use_local_synchronization=True)  # the reference: one rank, all of it
     ranks = dist.get_world_size(group)
     exact = train("fp32", alone, device, 1, 2 * ranks, **sizes)["gradients"]

@@ -48,7 +48,8 @@ def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
     config.check()
     config.check_layout(sizes, dist.get_world_size())
     me = step_module.make_trainer(config, sizes, torch.device("cpu"))
-    dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
+    dp = me.mesh.sizes["dp"]
+    place = me.mesh.place["dp"]
     sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
 
     def step() -> None:
@@ -72,7 +73,9 @@ def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
 
 
 def held(me: Any) -> dict[str, int]:
-    weights, gradients, states = list(me.model.parameters()), [], []
+    weights = list(me.model.parameters())
+    gradients = []
+    states = []
     for owner in me.owners:
         if isinstance(owner, Replicated):
             gradients += owner.reducer.flats

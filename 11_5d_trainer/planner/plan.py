@@ -106,7 +106,8 @@ def task_of(args: argparse.Namespace) -> Task:
         raise UsageError(f"--nodes {nodes} is more than the {cluster.nodes} of {args.cluster}; use {cluster.nodes}")
     model, moe = (MODELS[args.model], mixture(args.model)) if not args.config else of_config(args.config)
     name = f"--config {args.config}" if args.config else f"--model {args.model}"
-    batch, gpus = args.tokens // args.seq_len, nodes * cluster.gpus_per_node
+    batch = args.tokens // args.seq_len
+    gpus = nodes * cluster.gpus_per_node
     return Task(model, moe, cluster, gpus, batch, args.seq_len, args.precision, name, args.kernels)
 
 
@@ -195,7 +196,8 @@ HEAD = f"{'s/step':>9} {'from':>8} {'to':>8} {'MFU':>6} {'GB':>6}  layout"
 
 def row(task: Task, each: Candidate) -> str:
     """Seconds of a step, the interval for nine runs in ten, and the layout."""
-    mfu, seconds = each.step.mfu(each.layout, task.cluster), each.step.seconds
+    mfu = each.step.mfu(each.layout, task.cluster)
+    seconds = each.step.seconds
     low, high = (seconds * share for share in error_bar())
     return f"{seconds:9.3f} {low:8.3f} {high:8.3f} {100 * mfu:5.1f}% {each.peak / GB:6.1f}  {name(each.layout)}"
 
@@ -233,7 +235,8 @@ def effort(layout: Layout) -> int:
 
 def commands(task: Task, layout: Layout) -> list[str]:
     """The commands that start it: under torchrun on every node, and under Slurm."""
-    what, node = task.name or "--model tiny", task.cluster.gpus_per_node
+    what = task.name or "--model tiny"
+    node = task.cluster.gpus_per_node
     nodes = max(1, task.gpus // node)
     given = what.split(" ", 1)[1]
     model = f"--preset {given}"
@@ -273,7 +276,8 @@ def does_not_fit(task: Task, found: Found) -> str:
     closest = found.closest
     if closest is None:
         return f"--nodes: no layout divides {task.global_batch} samples over {task.gpus} GPUs; use another --tokens"
-    room, node = task.memory, task.cluster.gpus_per_node
+    room = task.memory
+    node = task.cluster.gpus_per_node
     gpus = task.gpus
     for _ in range(8):
         gpus *= 2
@@ -304,12 +308,14 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     config = fresh(everything)
     if config.precision == "bf16-master" and not config.zero and "precision" not in words:
         config = dataclasses.replace(config, precision="fp32")
-    layout, moe = Layout.of(config, task.model, task.gpus), config.mixture(task.model)
+    layout = Layout.of(config, task.model, task.gpus)
+    moe = config.mixture(task.model)
     check_planned(config, task.model, task.gpus)
     every = [peak(task.model, moe, layout, place) for place in full_places(task.model, layout)]
     fullest = max(every, key=lambda each: sum(each.values()))
     step = step_time(task.model, moe, layout, task.cluster)
-    total, sent = sum(fullest.values()), by_collective(flows(task.model, moe, layout))
+    total = sum(fullest.values())
+    sent = by_collective(flows(task.model, moe, layout))
     room = task.memory
     verdict = "fits" if total <= room else f"does not fit: {(total - room) / GB:.2f} GB too much"
     lines = [whole(task), name(layout), "", f"bytes on the fullest rank: {total:,} of {room:,.0f}; {verdict}"]

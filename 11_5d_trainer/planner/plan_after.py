@@ -79,7 +79,8 @@ def after(run: Path, cluster_name: str, nodes: int, write: bool) -> tuple[list[s
         _, _, progress, _ = checkpoint.find(str(run))
     except UsageError as error:
         raise UsageError(str(error).replace("--resume", "--after")) from None
-    config, sizes = Config(**progress.config), LlamaConfig(**progress.sizes)
+    config = Config(**progress.config)
+    sizes = LlamaConfig(**progress.sizes)
     layout = Layout.of(config, sizes, (nodes or cluster.nodes) * cluster.gpus_per_node)
     check_planned(config, sizes, (nodes or cluster.nodes) * cluster.gpus_per_node)
     moe = config.mixture(sizes)

@@ -34,7 +34,8 @@ def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 0, 
         torch.cuda.synchronize(device)
     if together and dist.is_initialized():
         dist.barrier()
-    begin, count = time.perf_counter(), 0
+    begin = time.perf_counter()
+    count = 0
     while count < repeats or (not repeats and time.perf_counter() - begin < 1 / 3):
         work()
         count += 1
@@ -49,7 +50,8 @@ def rates(device: torch.device) -> dict[str, float]:
     dtype, sizes = (torch.bfloat16, (512, 1024, 2048, 4096, 8192)) if gpu else (torch.float32, (32, 64, 128, 256, 512))
     measured: dict[float, float] = {}
     for n in sizes:
-        a, b = (torch.randn(4 * n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype))
+        a = torch.randn(4 * n, n, device=device).to(dtype)
+        b = torch.randn(n, n, device=device).to(dtype)
         width = 1 / (1 / (4 * n) + 1 / n + 1 / n)  # as in plan_time.width_of
         measured[width] = 8 * n**3 / seconds_of(partial(torch.matmul, a, b), device)
     peak, half = peak_and_half(measured)
@@ -79,7 +81,8 @@ def peak_and_half(measured: Mapping[float, float]) -> tuple[float, float]:
 def links(device: torch.device) -> tuple[float, float]:
     """GB/s sent in a large all-reduce, and microseconds per step of a small one."""
     P = dist.get_world_size()
-    large, small = torch.zeros(2**26 if device.type == "cuda" else 2**20, device=device), torch.zeros(1, device=device)
+    large = torch.zeros(2**26 if device.type == "cuda" else 2**20, device=device)
+    small = torch.zeros(1, device=device)
     slow, fast = (seconds_of(partial(dist.all_reduce, x), device, repeats=10) for x in (large, small))
     return 2 * (P - 1) / P * large.nbytes / slow / 1e9, fast / (2 * (P - 1)) * 1e6
 
@@ -98,9 +101,13 @@ def alone() -> float:
 
 def calibrate(path: Path) -> tuple[list[str], dict[str, Any]]:
     """Write the cluster file. Under torchrun all ranks measure, and rank 0 writes."""
-    gpu, rank = torch.cuda.is_available(), int(os.environ.get("RANK", "0"))
+    gpu = torch.cuda.is_available()
+    rank = int(os.environ.get("RANK", "0"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
-    ranks, bandwidth, latency, faster = 1, 1.0, 10.0, 1.0
+    ranks = 1
+    bandwidth = 1.0
+    latency = 10.0
+    faster = 1.0
     if "RANK" in os.environ:
         if gpu:
             torch.cuda.set_device(device)

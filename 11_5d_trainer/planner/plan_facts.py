@@ -26,7 +26,9 @@ from plan_traffic import Flow
 from zero_memory import bytes_per_parameter
 
 Table = tuple[str, list[str], list[list[str]]]
-SEQ, VOCABULARY, TENSOR = 2048, 51200, 8  # of every GPT in 2205.05198
+SEQ = 2048  # of every GPT in 2205.05198
+VOCABULARY = 51200
+TENSOR = 8
 K = 1024
 BYTES = 18  # per parameter there: fp16 weights, fp32 gradients, 12 for Adam's states and master weights
 
@@ -80,7 +82,10 @@ class GptLayer:
 
 
 def gpt_layer(g: Gpt, cluster: Cluster, recompute: str, sequence_parallel: bool) -> GptLayer:
-    s, t, b, h = SEQ, TENSOR, g.micro_batch, g.hidden
+    s = SEQ
+    t = TENSOR
+    b = g.micro_batch
+    h = g.hidden
     T = b * s
     width = width_of([(T, h, 3 * h / t), (T, h / t, h), (T, h, 4 * h / t), (T, 4 * h / t, h)])
     core = 4 * b * s * s * h / t  # flops: no causal half is skipped there
@@ -88,7 +93,8 @@ def gpt_layer(g: Gpt, cluster: Cluster, recompute: str, sequence_parallel: bool)
     # Attention is not fused there: its squares are written and read; fused kernels' constants do not apply.
     work = cluster.product(24 * b * s * h * h / t + core, width) + cluster.elementwise(2 * cluster.passes * kept)
     reduce = 2 * cluster.seconds(Flow("all_reduce", "tp", 2 * b * s * h, t), 1)
-    forward, backward = work + reduce, 2 * work + reduce
+    forward = work + reduce
+    backward = 2 * work + reduce
     selective = cluster.product(core, width) + cluster.elementwise(2 * cluster.passes * b * s * h * g.square / t)
     return GptLayer(forward, backward, {"none": 0.0, "selective": selective, "full": forward}[recompute])
 
@@ -207,8 +213,11 @@ LONGEST = (
 
 def longest_rows() -> list[tuple[str, int, int, int, str]]:
     """(model, GPUs, tokens published, tokens that fit, what ends it)."""
-    cluster, step, rows = read_cluster("a100-dgx"), 2**17, []
-    device, host = cluster.memory_gb * GB * (1 - RESERVED), cluster.host_memory_gb * GB
+    cluster = read_cluster("a100-dgx")
+    step = 2**17
+    rows = []
+    device = cluster.memory_gb * GB * (1 - RESERVED)
+    host = cluster.host_memory_gb * GB
     for row in LONGEST:
         tokens, ends = 0, ""
         while not ends:

@@ -77,7 +77,8 @@ def layout_of(
 def bytes_of(task: Task, layout: Layout) -> list[float]:
     """By BYTES, at the higher of the search's two moments: the loss on the last rank, a block's backward on the first."""
     held = rough_held(task.model, task.moe, layout)
-    states, (blocks, ends, loss, block) = stays(task, layout), room(task, layout)
+    states = stays(task, layout)
+    blocks, ends, loss, block = room(task, layout)
     flight = in_flight(layout.schedule, layout.pp, layout.micro_batches, layout.stages_per_rank)
     moments = [(states[0], blocks + ends, loss), (states[1], blocks * flight, block)]
     all_states, kept, work = max(moments, key=sum)

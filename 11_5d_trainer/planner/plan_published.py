@@ -96,7 +96,8 @@ def families() -> tuple[Family, ...]:
         runs = []
         for row in each.pop("rows"):
             (measure,) = set(row) & set(MEASURES)
-            sizes, published = row.pop("model"), row.pop(measure)
+            sizes = row.pop("model")
+            published = row.pop(measure)
             layout = Layout(**({"precision": "bf16-master"} | row))  # with --kernels torch: no source fused its norms
             runs.append(Run(sizes, models[sizes], layout, measure, published))
         found.append(Family(runs=tuple(runs), **each))
@@ -161,14 +162,17 @@ def fit() -> tuple[float, ...]:
 def downhill(start: Sequence[float]) -> tuple[float, ...]:
     """Coordinate descent; the steps are halved where no step helps."""
     at = list(start)
-    steps, best = [0.1 * each for each in at], loss(at)
+    steps = [0.1 * each for each in at]
+    best = loss(at)
     while steps[0] > 1e-4:
         moved = False
         for i, step in enumerate(steps):
             for change in (step, -step):
                 tried = [*at[:i], at[i] + change, *at[i + 1 :]]
                 if tried[i] > 0 and tried[0] <= 1 and (found := loss(tried)) < best:
-                    at, best, moved = tried, found, True
+                    at = tried
+                    best = found
+                    moved = True
                     break
         if not moved:
             steps = [step / 2 for step in steps]
@@ -184,7 +188,8 @@ def order(values: Sequence[float]) -> list[int]:
 
 def in_order(family: Family) -> str:
     """Pairs of rows published more than 5 % apart, and how many of them the planner orders alike."""
-    said, want = predicted(family), [run.as_throughput() for run in family.runs]
+    said = predicted(family)
+    want = [run.as_throughput() for run in family.runs]
     right = pairs = 0
     for i in range(len(want)):
         for j in range(i):
@@ -222,7 +227,8 @@ def summary() -> tuple[list[str], list[list[Any]]]:
 
 
 def three(off: list[float]) -> list[float]:
-    mean, bias = sum(map(abs, off)) / len(off), sum(off) / len(off)
+    mean = sum(map(abs, off)) / len(off)
+    bias = sum(off) / len(off)
     return [percent(mean), percent(bias), percent(max(off, key=abs))]
 
 
@@ -237,7 +243,8 @@ def rows() -> tuple[list[str], list[list[Any]]]:
     for use in (FITTED, HELD_OUT):
         for family in families():
             if family.use == use:
-                said, off = predicted(family), deviations(family)
+                said = predicted(family)
+                off = deviations(family)
                 for run, got, share in zip(family.runs, said, off, strict=True):
                     what = f"{run.model_name}, {run.layout.seq_len} tokens, {name(run.layout)}"
                     lines.append([use, family.family, what, *map(digits, (run.as_throughput(), got)), percent(share)])

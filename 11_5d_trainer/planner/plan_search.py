@@ -144,7 +144,9 @@ def grids(task: Task) -> Iterator[Layout]:
 
 def refused(task: Task, shape: Layout) -> str:
     """Why the trainer would not run any layout of this shape; empty if it would."""
-    c, tp, cp = task.model, shape.tp, shape.cp
+    c = task.model
+    tp = shape.tp
+    cp = shape.cp
     if c.heads % tp or c.intermediate % tp or (c.kv_heads % tp and tp % c.kv_heads):
         return "tp does not divide the heads, or the MLP"
     if task.seq_len % (2 * cp * tp):
@@ -274,7 +276,8 @@ def search(task: Task, top: int = 10) -> Found:
 
 def search_once(task: Task, top: int, share: float) -> Found:
     """`share`: how much of the memory the formulas may fill."""
-    found, timed = Found([], 0, 0, Counter(), None), Timed(task, top, share)
+    found = Found([], 0, 0, Counter(), None)
+    timed = Timed(task, top, share)
     for least, _, shape, leaves in branches(task, found):
         if timed.too_slow(least):
             found.pruned[TOO_SLOW] += leaves
@@ -308,7 +311,8 @@ class Timed:
     """The fastest layouts so far that fit by formulas, and the one with the least memory, fitting or not."""
 
     def __init__(self, task: Task, top: int, share: float) -> None:
-        self.most, self.memory = 6 * top, share * task.memory
+        self.most = 6 * top
+        self.memory = share * task.memory
         self.heap: list[tuple[float, int, Layout]] = []  # the slowest first
         self.smallest: tuple[float, Layout] | None = None
 
@@ -327,7 +331,8 @@ class Timed:
 
 def try_stages_of_zero(task: Task, found: Found, timed: Timed, at: Layout) -> None:
     """The leaves of a branch, for one micro-batch: ZeRO's stages, and with each of them the schedules."""
-    p, m = at.pp, at.micro_batches
+    p = at.pp
+    m = at.micro_batches
     schedules = SCHEDULES if p > 1 else (("1f1b", 1),)
     tried = [(mode, room(task, mode)) for mode in modes(task, at)]
     for zero in ZEROS:
@@ -436,9 +441,12 @@ def because(better: Step, worse: Step) -> str:
 
 def alternatives(task: Task, best: Candidate) -> list[tuple[str, str]]:
     """(an obvious alternative, why it loses)."""
-    G, layout, found = task.gpus, best.layout, []
+    G = task.gpus
+    layout = best.layout
+    found = []
     node = task.cluster.gpus_per_node
-    batch, c = task.global_batch, task.model
+    batch = task.global_batch
+    c = task.model
 
     def consider(what: str, other: Layout) -> None:
         if other == layout or other.ranks != G or other.global_batch != batch:
@@ -475,7 +483,8 @@ def alternatives(task: Task, best: Candidate) -> list[tuple[str, str]]:
 
 def three_steps(task: Task) -> list[tuple[str, Candidate]]:
     """Fit, reach the batch, speed up: the playbook's method. Empty if nothing fits."""
-    node, chosen = task.cluster.gpus_per_node, None
+    node = task.cluster.gpus_per_node
+    chosen = None
     for grid in sorted(grids(task), key=lambda g: (-g.dp, g.pp, g.cp)):
         if grid.tp > node or grid.ulysses > 1 or grid.gather_kv or refused(task, grid):
             continue

@@ -53,7 +53,11 @@ from schedule_simulator import Times, simulate
 
 CLUSTERS = Path(__file__).parent / "clusters"
 # The five fitted constants (plan_published.py --fit), in the order in which the fields of Cluster are explained.
-CEILING, HALF, ATTENTION, PASSES, SLOWED = 1.0, 2.583, 1.586, 0.558, 0.409
+CEILING = 1.0
+HALF = 2.583
+ATTENTION = 1.586
+PASSES = 0.558
+SLOWED = 0.409
 SIMULATED = 4096  # pairs of stage and micro-batch up to which the simulator is used
 
 
@@ -134,7 +138,8 @@ class Cluster:
 
     def seconds(self, flow: Flow, stride: int) -> float:
         """Seconds of all messages of a kind; the better of ring and tree where both exist."""
-        P, each = flow.ranks, flow.wire / flow.times
+        P = flow.ranks
+        each = flow.wire / flow.times
         steps = {"all_reduce": min(2 * (P - 1), 2 * math.log2(P)), "send": 1, "all_to_all": 1}
         latency = steps.get(flow.collective, P - 1) * self.latency_us * 1e-6
         if flow.collective == "send":
@@ -204,7 +209,8 @@ def stride_of(axis: str, layout: Layout) -> int:
 
     For a group that DualPipe doubles, within one stage.
     """
-    t, stage = layout.tp, layout.tp * layout.cp * layout.dp
+    t = layout.tp
+    stage = layout.tp * layout.cp * layout.dp
     tokens = 1 if layout.sequence_parallel else t  # then tensor ranks also hold different ones
     strides = {"tp": 1, "world": 1, "tokens": tokens, "all tokens": tokens, "ends": (layout.pp - 1) * stage}
     strides |= {"batch": t, "replica": t, "data": t, "ep": t, "experts": t * layout.ep, "pp": stage}
@@ -250,17 +256,22 @@ def width_of(products: Iterable[tuple[float, float, float]]) -> float:
 
 def products_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> list[tuple[float, float, float]]:
     """(M, K, N) of a block's matmuls on one rank: q, out, k, v, gate, up, down."""
-    c, t, T = model, layout.tp, layout.tokens
+    c = model
+    t = layout.tp
+    T = layout.tokens
     kv = c.kv_heads * c.head_dim / t
     attention: list[tuple[float, float, float]] = [
         (T, c.hidden, c.attention_width / t),
         (T, c.attention_width / t, c.hidden),
     ]
     attention += [(T, c.hidden, kv)] * 2
-    rows, wide, times = T, c.intermediate / t, 1
+    rows = T
+    wide = c.intermediate / t
+    times = 1
     if moe:  # an expert's rows, with an even load; tensor ranks do not shard experts
         rows = max(1, moe.top_k * layout.outer_tokens * layout.ep // moe.experts)
-        wide, times = moe.intermediate, max(1, moe.experts // layout.ep)
+        wide = moe.intermediate
+        times = max(1, moe.experts // layout.ep)
     return attention + times * [(rows, c.hidden, wide), (rows, c.hidden, wide), (rows, wide, c.hidden)]
 
 
@@ -279,7 +290,8 @@ class BlockSeconds:
 
 @lru_cache(maxsize=2**16)
 def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, layout: Layout) -> BlockSeconds:
-    share, width = layout.cp * layout.tp, width_of(products_of(model, moe, layout))
+    share = layout.cp * layout.tp
+    width = width_of(products_of(model, moe, layout))
     flops = flops_of(active_part(model, moe), layout.micro_batch, layout.seq_len)
     layer, core, head = (x / share for x in flops)
     cluster = cluster.at(layout.precision)
@@ -332,11 +344,18 @@ def step_time(
     model: LlamaConfig, moe: MoEConfig | None, layout: Layout, cluster: Cluster, simulated: bool = True
 ) -> Step:
     """Raises ScheduleError for a pipeline that cannot be built."""
-    m, p, v = layout.micro_batches, layout.pp, layout.stages_per_rank
+    m = layout.micro_batches
+    p = layout.pp
+    v = layout.stages_per_rank
     layers = model.layers / p  # of a rank, on average; uneven layers count in the bubble
     one = one_block(model, moe, layout, cluster)
-    forward, backward, again, vocabulary, ends = one.forward, 2 * one.forward, one.again, one.vocabulary, one.ends
-    sends, ring = one.sends, one.ring
+    forward = one.forward
+    backward = 2 * one.forward
+    again = one.again
+    vocabulary = one.vocabulary
+    ends = one.ends
+    sends = one.sends
+    ring = one.ring
     block = forward + backward + again + sends["tp"] + sends["all-to-all"] + ring
     parts = {
         "products and elementwise": m * layers * (forward + backward) + m * vocabulary,
@@ -368,7 +387,8 @@ def step_time(
 
 def fpdt_idle(model: LlamaConfig, layout: Layout, cluster: Cluster) -> float:
     """Seconds that a layer waits for its host: forward, recomputation, backward, by chapter 08's formulas."""
-    z, rate = fpdt_sizes(model, layout), cluster.rate * cluster.ceiling
+    z = fpdt_sizes(model, layout)
+    rate = cluster.rate * cluster.ceiling
     link = Hardware(rate, cluster.host_gb_per_s * 1e9)
     pair, fetch = pair_seconds(z, link)
     forward = idle_forward(z.u, pair / 2, pair, fetch)
@@ -381,7 +401,9 @@ def bubble_seconds(layout: Layout, stage: float, last: float, message: float, si
     """How much longer the step takes than the last rank computes, if all have equally many layers. `stage`:
     one micro-batch in one stage, forward and backward, on average; `last`: extra work of the last stage;
     `message`: from one rank to the next; `layers`: of the model, which the stages may not divide."""
-    p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
+    p = layout.pp
+    m = layout.micro_batches
+    v = layout.stages_per_rank
     if simulated and p * m * v <= SIMULATED:
         schedule = schedule_of(layout)
         held = [len(layers_of(s, schedule.stages, layers)) for s in range(schedule.stages)]
@@ -404,7 +426,9 @@ def waits(layout: Layout) -> float:
     All schedules have warm-up and cool-down. In 1F1B a rank has exactly p - r micro-batches in flight, so
     each round trip of 2 (p - 1) messages is exposed, once per p micro-batches.
     """
-    p, m, v = layout.pp, layout.micro_batches, layout.stages_per_rank
+    p = layout.pp
+    m = layout.micro_batches
+    v = layout.stages_per_rank
     steady = max(2 * (p - 1), 2 * (p - 1) * m / p + 2 * (p - 2))
     other = {"afab": 2 * (p - 1), "naive": 2 * (p - 1) * m, "zb-h1": 4 * (p - 1), "zb-h2": p - 1, "zb-v": 5 * p - 7}
     other["breadth-first"] = 2 * (p - 1) if m > p else 2 * (p * v - 1)
@@ -421,7 +445,8 @@ def data_parallel(
     """
     if layout.data == 1:
         return 0.0, {}
-    e, m = widths(layout.precision).weight, layout.micro_batches
+    e = widths(layout.precision).weight
+    m = layout.micro_batches
     g = 4 if layout.reduce_dtype == "fp32" else e
     backwards = 1 if layout.pp > 1 else m  # backwards that reduce, at stage 2
     experts = rough_experts(model, moe, layout)
@@ -469,7 +494,9 @@ def rough_parameters(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) 
 
 def rough_held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> dict[str, float]:
     """Weights, gradients and optimizer states of a rank, without padding."""
-    width, N, z = widths(layout.precision), layout.data, layout.zero
+    width = widths(layout.precision)
+    N = layout.data
+    z = layout.zero
     psi = rough_parameters(model, moe, layout)
     return {
         "weights": psi * width.weight / (N if z == 3 else 1),

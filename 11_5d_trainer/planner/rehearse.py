@@ -83,7 +83,8 @@ def twins(config: Config, sizes: LlamaConfig, ranks: int) -> Callable[[int], int
     ring, or in Ulysses if its ranks need different numbers of K/V heads)."""
     axes = config.layout(sizes, ranks)[0]
     keep = {"pp"} | ({"ring"} if config.cp_kind == "ring" else set())
-    kv_heads, all_to_all = max(sizes.kv_heads // config.tp, 1), axes["ulysses"]
+    kv_heads = max(sizes.kv_heads // config.tp, 1)
+    all_to_all = axes["ulysses"]
     if kv_heads % all_to_all and all_to_all % kv_heads:
         keep |= {"ulysses"}
     stride = {axis: math.prod(axes[inner] for inner in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
@@ -159,7 +160,8 @@ def unplanned(config: Config, sizes: LlamaConfig, ranks: int) -> str:
 
 def planned(done: Rehearsal, run: Recorded) -> tuple[int, dict[str, float]]:
     """Peak bytes and bytes sent of this rank by the planner's formulas."""
-    layout, moe = Layout.of(done.config, done.sizes, done.ranks), done.config.mixture(done.sizes)
+    layout = Layout.of(done.config, done.sizes, done.ranks)
+    moe = done.config.mixture(done.sizes)
     place = run.place["pp"]
     sent = by_collective(flows(done.sizes, moe, layout, place, p2p_reduce=done.backend == "gloo"))
     return sum(peak(done.sizes, moe, layout, place).values()), dict(sent)
@@ -179,14 +181,16 @@ def report(done: Rehearsal) -> list[str]:
     formulas = {rank: None if alone else planned(done, run) for rank, run in done.runs.items()}
     rows = [["rank", "pp", "weights", "gradients", "states", "activations", "peak GiB", "planner", "off"]]
     for rank, run in done.runs.items():
-        total, formula = sum(run.bytes.values()), formulas[rank]
+        total = sum(run.bytes.values())
+        formula = formulas[rank]
         cells = [f"{size / GIB:.3f}" for size in run.bytes.values()]
         beside = [f"{formula[0] / GIB:.3f}", f"{100 * (formula[0] / total - 1):+.2f} %"] if formula else ["-", "-"]
         rows.append([str(rank), str(run.place["pp"]), *cells, f"{total / GIB:.3f}", *beside])
     lines += [*table(rows), ""]
     rows = [["rank", "collective", "calls", "bytes sent", "planner"]]
     for rank, run in done.runs.items():
-        formula, sent = formulas[rank], run.sent()
+        formula = formulas[rank]
+        sent = run.sent()
         formula_sent = formula[1] if formula else {}
         calls = Counter(op.name for op in run.ops[run.step_from :])
         for name in sorted(sent.keys() | formula_sent.keys()):
@@ -274,7 +278,8 @@ def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaC
             right = max(1, batch) * seq_len
             raise UsageError(f"--tokens {args.tokens} is no multiple of --seq-len {seq_len}; use {right}")
         moe = plan.mixture(args.model)
-        precision, kernels = words.get("precision", "bf16-master"), words.get("kernels", "auto")
+        precision = words.get("precision", "bf16-master")
+        kernels = words.get("kernels", "auto")
         kernels = "" if kernels == "auto" else kernels
         task = Task(sizes, moe, cluster, args.ranks, batch, seq_len, precision, kernels=kernels)
         found = search(task, top=1)

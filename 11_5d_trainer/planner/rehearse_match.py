@@ -45,7 +45,9 @@ class Play:
     """Replays all programs. `run` returns the first finding, or None if every rank reaches its end."""
 
     def __init__(self, runs: Mapping[int, Recorded], twin: Twin, backend: str) -> None:
-        self.runs, self.twin, self.backend = runs, twin, backend
+        self.runs = runs
+        self.twin = twin
+        self.backend = backend
         self.at = dict.fromkeys(runs, 0)  # place in the program
         self.calls: dict[tuple[Group, int], int] = defaultdict(int)  # collectives started, by group and rank
         self.order: dict[tuple[int, int], int] = {}  # (rank, op) -> its index in its group
@@ -70,7 +72,8 @@ class Play:
 
     def advance(self, rank: int) -> bool:
         """Continue as far as this rank can. Returns whether anything happened."""
-        program, begin = self.runs[rank].program, self.at[rank]
+        program = self.runs[rank].program
+        begin = self.at[rank]
         while self.at[rank] < len(program) and not self.found:
             starts, index = program[self.at[rank]]
             if starts:
@@ -108,7 +111,8 @@ class Play:
         sends, receives = self.mail[key]
         (sends if op.name == "send" else receives).append((rank, index))
         while sends and receives:
-            one, other = sends.popleft(), receives.popleft()
+            one = sends.popleft()
+            other = receives.popleft()
             a, b = (self.runs[r].ops[i] for r, i in (one, other))
             self.arrive([one, other])
             if (a.numel, a.dtype) != (b.numel, b.dtype) and not self.found:

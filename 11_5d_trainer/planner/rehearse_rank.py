@@ -123,7 +123,8 @@ class Recorded:
 
 def wire(op: Op, rank: int) -> float:
     """Bytes that this rank sends for it by the bandwidth-optimal algorithm (Patarasuk and Yuan 2009)."""
-    P, n = len(op.group[1]), op.bytes
+    P = len(op.group[1])
+    n = op.bytes
     if P == 1 or op.name in ("recv", "barrier"):
         return 0
     if op.name == "send":
@@ -175,14 +176,19 @@ class Recorder(TorchDispatchMode):
         self.where: dict[str, int] = {}  # file -> 0 other code, 1 a chapter, 2 the trainer
         self.arriving = 0  # rows received by this rank's experts in each layer
         self.sizes: dict[StorageWeakRef, tuple[int, int]] = {}  # -> (bytes, which step made it)
-        self.step, self.current, self.peak = 0, 0, 0
+        self.step = 0
+        self.current = 0
+        self.peak = 0
 
     # ---- bytes
 
     def begin_step(self) -> None:
         """New tensors count from here on; existing ones are what is stored between steps."""
-        self.step, self.current, self.peak = self.step + 1, 0, 0
-        self.busy, self.seconds = [0.0] * len(self.program), 0.0
+        self.step += 1
+        self.current = 0
+        self.peak = 0
+        self.busy = [0.0] * len(self.program)
+        self.seconds = 0.0
 
     def enter(self, starts: bool, index: int) -> None:
         self.program.append((starts, index))
@@ -190,7 +196,8 @@ class Recorder(TorchDispatchMode):
         self.seconds = 0.0
 
     def watch(self, storage: torch.UntypedStorage) -> None:
-        ref, now = StorageWeakRef(storage), storage.nbytes()
+        ref = StorageWeakRef(storage)
+        now = storage.nbytes()
         before, step = self.sizes.get(ref, (0, -1))
         if step < 0:
             step = self.step
@@ -359,7 +366,8 @@ def seconds_of_kernel(kernel: str, args: Any, cluster: Cluster) -> float:
     if products is None:
         tensors = [each[0] if isinstance(each, tuple) else each for each in args]
         return cluster.elementwise(sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
-    q, k = args[0][0], args[1][0]  # from `describe`: the tensor, then its sizes and strides
+    q = args[0][0]
+    k = args[1][0]  # from `describe`: the tensor, then its sizes and strides
     batch, length, heads, depth = q.shape
     last = args[-2]  # the first key that a query sees, the last, and the scale
     pairs = length * k.shape[1] / (2 if last == 0 else 1)
@@ -399,7 +407,8 @@ def splits_of(given: dict[str, Any], ranks: int) -> tuple[list[int], list[int]]:
     """Elements to each rank of the group, and from each."""
     found = []
     for tensor, splits in (("input", "input_split_sizes"), ("output", "output_split_sizes")):
-        whole, rows = given[tensor], given.get(splits)
+        whole = given[tensor]
+        rows = given.get(splits)
         row = whole.numel() // len(whole) if len(whole) else 0
         found.append([n * row for n in rows] if rows else [whole.numel() // ranks] * ranks)
     return found[0], found[1]
@@ -470,9 +479,11 @@ def without_launches(recorder: Recorder) -> list[tuple[Any, str, Any]]:
 @contextmanager
 def stand_ins(recorder: Recorder, backend: str, kernels: str) -> Iterator[None]:
     """See the table on top."""
-    plain_group, plain_resize = dist.new_group, torch.UntypedStorage.resize_
+    plain_group = dist.new_group
+    plain_resize = torch.UntypedStorage.resize_
     plain_batch = dist.batch_isend_irecv
-    plain_route, plain_plan = moe_layer.route, moe_layer.make_plan
+    plain_route = moe_layer.route
+    plain_plan = moe_layer.make_plan
 
     def new_group(ranks: Any = None, **_: Any) -> Any:
         every = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
@@ -593,7 +604,8 @@ def run_rank(
     """Build rank `rank` of `ranks` and run one step; with a cluster, record how long it would compute."""
     with built(config, sizes, rank, ranks, backend, cluster) as (me, recorder):
         make_states(me)
-        step_from, held = len(recorder.ops), bytes_held(me)
+        step_from = len(recorder.ops)
+        held = bytes_held(me)
         shape = config.micro_batch, config.seq_len
         batches: list[Any] = []
         for _ in range(config.accumulation(me.mesh.sizes["dp"])):

@@ -81,7 +81,8 @@ class Clock(Play):
         super().start(rank, index)
 
     def work(self, rank: int) -> None:
-        run, place = self.runs[rank], self.at[rank]
+        run = self.runs[rank]
+        place = self.at[rank]
         seconds = run.busy[place] if place < len(run.busy) else 0.0
         if seconds:
             begin = self.now[rank]
@@ -183,7 +184,8 @@ def write_trace(timeline: Timeline, runs: Mapping[int, Recorded], path: Path) ->
             sides[piece.pair].add(piece.name)
     for piece, track in zip(slices, tracks(slices), strict=True):
         at_once = {"pid": piece.rank, "tid": lanes[piece.rank, piece.lane, track]}
-        ts, dur = 1e6 * piece.begin, 1e6 * (piece.end - piece.begin)
+        ts = 1e6 * piece.begin
+        dur = 1e6 * (piece.end - piece.begin)
         events.append({"name": piece.name, "ph": "X", **at_once, "ts": ts, "dur": dur, "args": {"note": piece.note}})
         if len(sides[piece.pair]) == 2 and piece.pair:  # an arrow lies inside the slices that it joins
             arrow = {"name": "message", "cat": "message", "id": piece.pair, **at_once}

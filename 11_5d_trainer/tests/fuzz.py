@@ -225,7 +225,8 @@ ENDS = ("before a step", "in backward", "while a checkpoint is written")
 
 def doomed(words: list[str], who: int, step: int, how: str) -> None:
     """Train, but kill rank `who` at `step`, as the out-of-memory killer of an operating system does."""
-    do_step, save = step_module.train_step, checkpoint.Saver.save
+    do_step = step_module.train_step
+    save = checkpoint.Saver.save
     steps = [0]
 
     def die(*_: Any) -> Any:
@@ -252,11 +253,15 @@ def doomed(words: list[str], who: int, step: int, how: str) -> None:
     trainer: Any = train
     saver: Any = checkpoint.Saver
     make = trainer.make_trainer
-    trainer.make_trainer, trainer.train_step, saver.save = made, counted, saved
+    trainer.make_trainer = made
+    trainer.train_step = counted
+    saver.save = saved
     try:
         run(words)
     finally:
-        trainer.make_trainer, trainer.train_step, saver.save = make, do_step, save
+        trainer.make_trainer = make
+        trainer.train_step = do_step
+        saver.save = save
 
 
 def run(words: list[str], sizes: LlamaConfig = SIZES) -> list[train.Log]:
@@ -279,7 +284,9 @@ def kill_and_go_on(seed: int, data: str, folder: Path, undisturbed: dict[int, tu
     """Kill one rank of two at a random step and start the same command again, which must end with the losses
     of the undisturbed run, bit by bit. Returns what was done."""
     draw = random.Random(seed)
-    who, step, how = draw.randrange(2), draw.randint(1, 12), ENDS[seed % len(ENDS)]
+    who = draw.randrange(2)
+    step = draw.randint(1, 12)
+    how = ENDS[seed % len(ENDS)]
     words = [*kill_options(data), "--out", str(folder), "--restart"]
     what = f"rank {who} dies {how}, step {step}"
     try:

@@ -235,7 +235,9 @@ def extend(
 
     def new(axis: int, option: str) -> int:
         kinds = {(a, KIND[a][o]) for a, o in fixed.items()}
-        here, me, my_kind = set(fixed.items()) if pairs else kinds, (axis, option), (axis, KIND[axis][option])
+        here = set(fixed.items()) if pairs else kinds
+        me = (axis, option)
+        my_kind = (axis, KIND[axis][option])
         if any(bad <= kinds | set(fixed.items()) | {me, my_kind} for bad in impossible if me in bad or my_kind in bad):
             return -1
         found = sum(frozenset((other, me if pairs else my_kind)) in missing for other in here)
