@@ -292,7 +292,11 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     Large models become several files of at most `file_bytes`; one of them is in memory at a time. In fp32, a run of
     bf16-master gives its master weights. Raises UsageError without a checkpoint, or if `folder` holds a run.
     """
-    return checkpoint.read_newest(run, lambda *found: write_model(run, *found, Path(folder), dtype, file_bytes))
+
+    def write(home: Path, path: Path, progress: checkpoint.Progress) -> str:
+        return write_model(run, home, path, progress, Path(folder), dtype, file_bytes)
+
+    return checkpoint.read_newest(run, write)
 
 
 def write_model(
