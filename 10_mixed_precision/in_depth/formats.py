@@ -159,8 +159,8 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator |
     steps = x.double() / gap
     draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
     rounded = torch.floor(steps + draw) * gap  # floor(steps + draw) is one more iff draw >= 1 - fraction
-    # --- end exercise --- Infinite only if x was and the format has infinities: casts of infinity to e4m3
-    # differ between torch versions.
+    # --- end exercise ---
+    # Infinite only if x was and the format has infinities: casts of infinity to e4m3 differ between torch versions.
     edge = torch.full_like(rounded, math.inf if form.ieee else form.max).copysign(rounded)
     rounded = torch.where(x.isinf(), edge, rounded.clamp(-form.max, form.max))
     return rounded.to(dtype)
