@@ -197,8 +197,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.tokens < 1:
         parser.error(f"--tokens {args.tokens} must be at least 1")
-    if not (0 <= args.temperature < float("inf")):
-        parser.error(f"--temperature {args.temperature} must be 0 or a positive number")
+    if not (args.temperature == 0 or 1e-6 <= args.temperature < float("inf")):  # logits / 1e-40 are infinite
+        parser.error(f"--temperature {args.temperature} must be 0 or a number of at least 1e-6")
     if args.top_k < 0:
         parser.error(f"--top-k {args.top_k} must not be negative")
     if not (0 < args.top_p <= 1):

@@ -306,7 +306,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 class Stop:
-    """Whether a signal asked the run to end. The first waits for the end of the step, the second does not."""
+    """Whether a signal asked the run to end. The first waits for the end of the step; a second Ctrl-C does not."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -604,7 +604,7 @@ class Speedometer:
         active = dataclasses.replace(plan.model, intermediate=plan.model.intermediate * (moe.top_k if moe else 1))
         flops = step_flops(active, config.global_batch, config.seq_len, config.recompute).model
         self.flops = flops / dist.get_world_size()  # of one rank
-        known = me.device.type == "cuda" and not plan.model.lora_rank  # whose backward leaves most of the FLOPs out
+        known = me.device.type == "cuda" and not plan.model.lora_rank  # LoRA leaves out most weight gradients
         self.peak = peak_flops(torch.cuda.get_device_name(me.device)) if known else None
         self.last: dict[str, Any] = {}
 

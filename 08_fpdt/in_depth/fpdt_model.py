@@ -421,6 +421,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         dh, dweight = ctx.saved_tensors
         # In place: the unscaled ones are not needed.
+        grad = grad.view(1)  # a GPU would round a tensor without dimensions to the 16 bits of dh
         return dh.mul_(grad).view(ctx.shape), dweight.mul_(grad).to(ctx.dtype), None, None, None
 
 

@@ -375,7 +375,8 @@ def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, t
     assert code == 0 and out.startswith("7 times") and len(out) > 12
     code, _, err = said(str(tmp_path))
     assert code == 2 and err.startswith("generate.py: run ") and err.count("\n") == 1
-    for words in (("--top-k", "-1"), ("--top-p", "0"), ("--top-p", "nan"), ("--temperature", "0", "--top-k", "3")):
+    greedy = ("--temperature", "0", "--top-k", "3")
+    for words in (("--top-k", "-1"), ("--top-p", "0"), ("--top-p", "nan"), ("--temperature", "1e-40"), greedy):
         code, _, err = said(folder, *words)
         assert code == 2 and err.startswith(f"generate.py: {words[0]} ") and err.count("\n") == 1
     assert said(folder, "--tokens", "0")[::2] == (2, "generate.py: --tokens 0 must be at least 1\n")
