@@ -160,7 +160,7 @@ class Config:
         0, "ranks that share one copy of the model; as many others share another (HSDP); 0: all share one", least=0
     )
     zero_offload: bool = option(False, "the optimizer, its states and the gradients' sums in host memory (--zero 2, 3)")
-    zero_late_gather: bool = option(False, "new weights travel during the next forward (--zero 1, 2)")
+    zero_late_gather: bool = option(False, "new weights are gathered during the next forward (--zero 1, 2)")
     reduce_dtype: str = option("weights", "in which ranks sum gradients of --precision bf16-master", choices=WIDTHS)
     accumulate_dtype: str = option("weights", "in which micro-batches are summed there", choices=WIDTHS)
     tp: int = option(1, "tensor-parallel ranks (chapter 04)", least=1)
@@ -268,16 +268,16 @@ class Config:
     def check_heard(self, given: dict[str, Any], sizes: LlamaConfig) -> None:
         """Raise UsageError for an option on the command line that would have no effect."""
         no_experts = self.mixture(sizes) is None
-        deaf = {
+        without_effect = {
             ("lora_alpha",): (not self.lora_rank, "there are no adapters; add --lora-rank 8"),
             ("top_k", "router", "bias_speed", "capacity"): (no_experts, "there are no experts; add --experts 8"),
             ("schedule", "stages_per_rank"): (self.pp == 1, "there is no pipeline; add --pp 2"),
             ("decay_steps",): (self.lr_schedule != "wsd", "a cosine decays from the warm-up on; add --lr-schedule wsd"),
             ("cp_kind",): (self.cp == 1, "each rank has whole sequences; add --cp 2"),
         }
-        for names, (nobody, why) in deaf.items():
+        for names, (unused, why) in without_effect.items():
             for name in names:
-                if nobody and given.get(name, usual := getattr(Config, name)) != usual:
+                if unused and given.get(name, usual := getattr(Config, name)) != usual:
                     raise UsageError(f"{flag(name)} {given[name]}: {why}, or leave it out")
 
     def dp(self, world_size: int) -> int:

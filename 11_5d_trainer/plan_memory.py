@@ -650,7 +650,7 @@ def passing_weights(
             for moment in moments:  # before the last micro-batch, gradients are not in buckets
                 add(moment, "gradients outside their buckets", every)
         if owner.stage == 1 and owner.ranks > 1:
-            add("end", "bucket under way", largest)  # all ranks' new weights, before they are copied
+            add("end", "bucket in flight", largest)  # all ranks' new weights, before they are copied
         if owner.stage == 2:
             if layout.recompute == "full" and layout.pp == 1:  # the first block is as high as the last one
                 one = sum(weight.numel for weight in weights if weight.layer == 0 and weight.expert == owner.expert)
@@ -660,7 +660,7 @@ def passing_weights(
                     add(moment, "gradients not yet reduced", every)
             arriving = largest - largest // owner.ranks
             add("end", "gradients not yet reduced", largest)
-            add("end", "bucket under way", max(largest, arriving))
+            add("end", "bucket in flight", max(largest, arriving))
         if owner.stage == 3:
             root, *units = owner.numels
             unit = max(units)
@@ -669,10 +669,10 @@ def passing_weights(
             matrix = max(weight.numel for weight in weights if weight.layer == 0)
             add("block", "gradients not yet reduced", weights[-1].numel + matrix)
             if layout.recompute == "full":  # then every block is as high as the last one
-                add("block", "bucket under way", 2 * unit - unit // owner.ranks)
+                add("block", "bucket in flight", 2 * unit - unit // owner.ranks)
             add("end", "gathered weights", root + unit)
             add("end", "gradients not yet reduced", root + unit)
-            add("end", "bucket under way", 2 * root)
+            add("end", "bucket in flight", 2 * root)
     return moments
 
 

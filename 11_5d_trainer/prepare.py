@@ -323,7 +323,7 @@ def prepare_all(args: argparse.Namespace) -> list[str]:
         raise UsageError(f"--out {out} is no new folder; give it a name")
     part = out.with_name(f"{out.name}.part")
     if part.exists():
-        raise UsageError(f"--out {out}: {part} is left over from a run that did not end, or is under way; remove it")
+        raise UsageError(f"--out {out}: {part} is left over from a run that did not end, or still goes on; remove it")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else Tokenizer()
     eos = tokenizer.id_of(args.eos) if args.eos else tokenizer.eos
     if eos is None:

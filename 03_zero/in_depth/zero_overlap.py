@@ -187,7 +187,7 @@ def main() -> None:
         # Bucket 0 has the last layer and the head. The log has the wait for it, not its arrival: the demo
         # reads full weights after each step, over the same group, so with NCCL all gathers may have ended.
         late = log.index(("wait", 0)) > log.index(("forward", "layer 0"))
-        rows.append(("layer 0 begins, nobody waits for the last bucket", "True", late, late))
+        rows.append(("layer 0 begins, no wait for the last bucket", "True", late, late))
         if dist.get_rank(group) == 0:
             print(f"stage {args.stage} on {dist.get_world_size(group)} {device.type} rank(s); after a step came")
             said = ", ".join(f"{what} {who}".replace(" ", "\0") for what, who in log)

@@ -400,7 +400,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str) -> 
                 f"{name} is {x.dtype}, too coarse for sums of exponentials; convert it to bfloat16 or wider"
             )
     if k.shape != v.shape:
-        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} travel as one message; give them one shape")
+        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} are sent as one message; give them one shape")
     for what, axis in (("batch", 0), ("head dim", 3)):
         if q.shape[axis] != k.shape[axis]:
             raise ValueError(f"q has {what} {q.shape[axis]}, k and v have {k.shape[axis]}; give all three one {what}")

@@ -84,7 +84,7 @@ def verify() -> None:
             walk(store, store_all(store, 4, ELEMENTS, cpu), cpu, 2, torch.sum)
         except Race:
             continue
-        sys.exit(f"{who} does not wait for {whom}, and nobody notices")
+        sys.exit(f"{who} does not wait for {whom}, and the check does not notice")
     store = Store(CpuMachine())  # host buffers returned with fetches in flight, then reused
     hosts = store_all(store, 2, ELEMENTS, cpu)
     prefetch = Prefetch(store, range(2), lambda n: [hosts[n]], cpu)

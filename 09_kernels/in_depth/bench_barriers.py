@@ -60,7 +60,7 @@ def together(rows: list[list]) -> int:
 def measure() -> None:
     kept = {name: diary(name) for name in WARPS}
     if not together(kept["ping_pong"]):
-        sys.exit("ping_pong: nobody multiplies while the other group writes out")
+        sys.exit("ping_pong: no warpgroup multiplies while the other group writes out")
     both = {(sweep, job) for _, job, sweep, deed, _ in kept["ping_pong"] if deed == "multiplies"}
     if len({sweep for sweep, _ in both}) < len(both):
         sys.exit("ping_pong: both groups multiply in one sweep")

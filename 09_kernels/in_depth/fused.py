@@ -241,7 +241,7 @@ class RMSNorm(torch.autograd.Function):
         rows, cols = x2.shape
         add = None if residual is None else as_rows(residual)
         total = x2 if add is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        # No view: autograd would refuse whoever changes it in place, which backward does not mind.
+        # Not a view: autograd would refuse to change it in place, although backward does not need it.
         y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
         inverse = torch.empty(rows, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         rms_norm_kernel[(rows,)](

@@ -309,7 +309,7 @@ def main(given: list[str] | None = None) -> int:
     if args.trace and done.timeline:
         write_trace(done.timeline, done.runs, Path(args.trace))
         print(f"\nwrote {args.trace}, for https://ui.perfetto.dev")
-    print("\nevery collective meets its like, every message its other side, and nobody waits in a circle\nPASS")
+    print("\nevery collective meets its like, every message its other side, and no ranks wait in a circle\nPASS")
     return 0
 
 

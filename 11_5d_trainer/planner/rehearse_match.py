@@ -285,9 +285,9 @@ def compare_groups(runs: Mapping[int, Recorded]) -> Finding | None:
     for rank, run in others:
         if run.made == mine.made:
             continue
-        nobody: tuple[tuple[int, ...], Line | None] = ((), None)
+        no_group: tuple[tuple[int, ...], Line | None] = ((), None)
         for k in range(max(len(mine.made), len(run.made))):
-            a, b = (each[k] if k < len(each) else nobody for each in (mine.made, run.made))
+            a, b = (each[k] if k < len(each) else no_group for each in (mine.made, run.made))
             if a[0] != b[0]:
                 text = f"the {nth(k)} group that is made is not the same on all ranks"
                 for who, (ranks, line) in ((first, a), (rank, b)):
@@ -301,7 +301,7 @@ def check_twins(runs: Mapping[int, Recorded], twin: Twin) -> str:
     """Why the ranks that were run cannot represent all; empty if they can."""
     for rank in runs:
         if twin(rank) != rank:
-            return f"rank {rank} was run, and it stands for nobody"
+            return f"rank {rank} was run, and it stands for no rank"
     for group in {op.group for run in runs.values() for op in run.ops}:
         inside = set(group[1])
         for rank in group[1]:
