@@ -274,7 +274,7 @@ PLANTED = {
         2, {"pp": 2}, "nccl", (ONE, Config, "accumulation", lambda: lambda me, dp: PLAIN_COUNT(me, dp) + 1),
         ("deadlock",), r"rank 1 waits in recv.*pipeline_executor\.py:\d+.*for rank 0",
     ),
-    "everybody receives before it sends": (
+    "every rank receives before it sends": (
         4, {"cp": 4, "cp_kind": "ring"}, "gloo", (ALL, context_ring.Ring, "post", lambda: first_receive),
         ("deadlock",), r"a circle of 4 rank\(s\).*rank 0 waits in recv.*from rank 3",
     ),
@@ -287,7 +287,7 @@ PLANTED = {
         (ONE, mesh_module, "members", lambda: lambda *given: dict(reversed(PLAIN_MEMBERS(*given).items()))),
         ("groups",), r"group that is made is not the same.*mesh\.py:\d+ in make_mesh",
     ),
-    "rows for experts that nobody expects": (
+    "rows that no expert expects": (
         2, {"experts": 4, "ep": 2}, "nccl",
         (ONE, rehearse_rank, "in_turn", lambda: lambda tokens, top_k, experts: torch.zeros(tokens, top_k).long()),
         ("mismatch",), r"sent for.*all_to_all.*expert_dispatch\.py:\d+ in exchange_rows",
@@ -318,7 +318,7 @@ PLANTED = {
         (ONE, dist, "broadcast", lambda: lambda x, **m: PLAIN_BROADCAST(x, **m | {"group_src": 1})),
         ("mismatch",), r"broadcast \(root 0\).*broadcast \(root 1\)",
     ),
-    "a sum that nobody waits for": (
+    "a sum without a wait": (
         2, {}, "nccl", (ONE, step_module, "clip_gradients", lambda: one_sum_more),
         ("left over",), r"rank 1 all_reduce \(sum\) of 1 x float32 in data.*rank 0 never calls it; its last",
     ),
