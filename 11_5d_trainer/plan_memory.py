@@ -139,28 +139,21 @@ class Layout:
 
     def options(self) -> str:
         """This layout as options of train.py."""
-        words = [f"--micro-batch {self.micro_batch} --global-batch {self.global_batch}"]
-        if self.tp > 1:
-            words.append(f"--tp {self.tp}")
-        if self.sequence_parallel:
-            words.append("--sequence-parallel")
-        if self.cp > 1:
-            words.append(f"--cp {self.cp} --cp-kind {self.cp_kind}")
-        if self.pp > 1:
-            words.append(f"--pp {self.pp} --schedule {self.schedule}")
-        if self.stages_per_rank > 1:
-            words.append(f"--stages-per-rank {self.stages_per_rank}")
-        if self.zero > 0:
-            words.append(f"--zero {self.zero}")
-        if self.ep > 1:
-            words.append(f"--ep {self.ep}")
-        if self.fpdt_chunks > 0:
-            words.append(f"--fpdt-chunks {self.fpdt_chunks}")
-        if self.recompute != "none":
-            words.append(f"--recompute {self.recompute}")
-        if self.kernels == "torch":
-            words.append("--kernels torch")
-        return " ".join([*words, f"--precision {self.precision}"])
+        in_use = {
+            f"--micro-batch {self.micro_batch} --global-batch {self.global_batch}": True,
+            f"--tp {self.tp}": self.tp > 1,
+            "--sequence-parallel": self.sequence_parallel,
+            f"--cp {self.cp} --cp-kind {self.cp_kind}": self.cp > 1,
+            f"--pp {self.pp} --schedule {self.schedule}": self.pp > 1,
+            f"--stages-per-rank {self.stages_per_rank}": self.stages_per_rank > 1,
+            f"--zero {self.zero}": self.zero > 0,
+            f"--ep {self.ep}": self.ep > 1,
+            f"--fpdt-chunks {self.fpdt_chunks}": self.fpdt_chunks > 0,
+            f"--recompute {self.recompute}": self.recompute != "none",
+            "--kernels torch": self.kernels == "torch",
+            f"--precision {self.precision}": True,
+        }
+        return " ".join(option for option, used in in_use.items() if used)
 
 
 def kernels_of(config: Config) -> str:

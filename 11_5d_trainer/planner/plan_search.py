@@ -416,20 +416,19 @@ def context_name(layout: Layout) -> str:
 
 def name(layout: Layout) -> str:
     """One word for each axis that is in use."""
-    words = [f"dp{layout.dp}"]
-    if layout.tp > 1:
-        words.append(f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}")
-    if layout.cp > 1:
-        words.append(f"cp{layout.cp}{context_name(layout)}")
-    if layout.pp > 1:
-        words.append(f"pp{layout.pp}/{layout.schedule}{layout.stages_per_rank if layout.stages_per_rank > 1 else ''}")
-    if layout.fpdt_chunks > 0:
-        words.append(f"fpdt{layout.fpdt_chunks}")
-    if layout.ep > 1:
-        words.append(f"ep{layout.ep}")
-    if layout.zero > 0:
-        words.append(f"zero{layout.zero}")
-    return " ".join([*words, f"mb{layout.micro_batch}x{layout.micro_batches}", f"recompute-{layout.recompute}"])
+    stages = layout.stages_per_rank if layout.stages_per_rank > 1 else ""
+    in_use = {
+        f"dp{layout.dp}": True,
+        f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}": layout.tp > 1,
+        f"cp{layout.cp}{context_name(layout)}": layout.cp > 1,
+        f"pp{layout.pp}/{layout.schedule}{stages}": layout.pp > 1,
+        f"fpdt{layout.fpdt_chunks}": layout.fpdt_chunks > 0,
+        f"ep{layout.ep}": layout.ep > 1,
+        f"zero{layout.zero}": layout.zero > 0,
+        f"mb{layout.micro_batch}x{layout.micro_batches}": True,
+        f"recompute-{layout.recompute}": True,
+    }
+    return " ".join(word for word, used in in_use.items() if used)
 
 
 def because(better: Step, worse: Step) -> str:
