@@ -453,7 +453,7 @@ def gradient_in_bf16(stage: str) -> list[Tensor]:
     return list(by_name(sharded, [shard.grad for shard in shards_of(sharded)]).values())
 
 
-@pytest.mark.always("3-simple")
+@pytest.mark.always("3-simple", "2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bf16_gradient_is_as_close_to_float64_as_that_of_one_process(stage):
     tokens, labels = get_batch(0, 2, MANY, "cpu")

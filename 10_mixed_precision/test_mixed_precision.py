@@ -280,6 +280,8 @@ def test_a_step_leaves_nothing_to_the_next_one_and_a_skipped_step_nothing_at_all
         batches = [mp.get_batch(number, group, "cpu") for number in range(3)]
         for batch in batches[:2]:
             step(model, state, batch, mp.LossScaler(2.0**30))
+        dtypes = {p.dtype for p in model.parameters()}
+        assert dtypes == {torch.float16}, f"{step.__name__}: parameters in float16 have become {dtypes}"
         tensors = [*state, *model.parameters()]
         new.load_state_dict(model.state_dict())
         new_state, before = [t.clone() for t in state], [t.clone() for t in tensors]

@@ -712,8 +712,9 @@ def _likeness(a: str, b: str) -> float:
 
 SAYS = {  # the meaning of a failure's own words, in any code
     r"(NameError|UnboundLocalError)\b": "Your lines, or those behind them, use a name that nobody has given a value.",
-    r"ranks \[.*\] of (?!1 ).*still running": "A rank waits for a message that nobody sends. Write down for each rank "
-    "which sends, receives and collectives it starts, in their order: the first line that differs is the place.",
+    r"ranks \[.*\] of (?!1 ).*still running": "A rank waits for a message that no rank sends, or whose send was "
+    "started and not waited for. Write down for each rank which sends, receives and collectives it starts, in their "
+    "order: the first line that differs is the place.",
     r"ranks \[\d+\] of 1 were still|still (running|computing) after": "Your lines do not come to an end, or take many "
     "times as long as they should: which loop has no end, and what is computed again in each round?",
     r"everything is ([1-9]\d*|0\.(5|333333|25|2|166667|125|0625)) times": "One factor everywhere: what is counted once "
