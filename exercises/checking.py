@@ -732,9 +732,11 @@ FACTORS = {  # what may be counted twice, and a pattern of scripts that have it
 
 
 def general_hint(chapter: Chapter, script: Script, row: Row, test: str = "") -> str:
-    """For a mistake that is not listed: the failure's message, what the test requires, and where to read."""
+    """For a mistake that is not listed: the failure's message, what the exercise asks, and where to read."""
     fence, name = script.fences[row.number], _claim(test).partition("::")[2]
-    asked = next((claim.hint for claim in script.claims if (claim.exercise, claim.test) == (row.number, name)), "")
+    claims = [claim for claim in script.claims if claim.exercise == row.number]
+    # The first claim says what the exercise is about: for a test that has no hint of its own.
+    asked = next((claim.hint for claim in claims if claim.test == name), claims[0].hint if claims else "")
     said = next((words for pattern, words in SAYS.items() if re.search(pattern, row.detail)), "")
     said = said.format(factors=", ".join(word for word, there in FACTORS.items() if re.search(there, script.text)))
     around = f"the docstring of {fence.inside} in {script.name}" if fence.inside else script.name
