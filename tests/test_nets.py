@@ -1,6 +1,7 @@
 """Nets: properties of all chapters' functions, one for each family of bugs. A message names its family first."""
 
 import ast
+import importlib
 import re
 import sys
 from contextlib import nullcontext
@@ -477,6 +478,16 @@ def every_attention(kv_heads, dtype):
 def test_every_attention_in_every_mode_and_dtype_equals_float64(kv_heads, dtype):
     for found in run_ranks(5, every_attention, kv_heads, getattr(torch, dtype), timeout=120):
         assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("name", "along"), [("ring_attention", 1), ("ulysses", 1), ("five_d", 0)])
+def test_positions_above_256_are_rotated_by_their_own_angle_in_bf16(name, along):
+    """bf16 has no 257. Beside float64 of the same input, at most 1.5 times as far as one rounding."""
+    x = torch.randn(2048, 1, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16().transpose(0, along)
+    rotate, positions = importlib.import_module(name).apply_rotary, torch.arange(2048)
+    want, got = rotate(x.double(), positions), rotate(x, positions)
+    error, limit = rms(got - want), 1.5 * rms(want.bfloat16() - want)
+    assert error <= limit, f"dtypes in sums: {name}.py: off by {error:.2g}, more than {limit:.2g}"
 
 
 def counted(group):
