@@ -104,6 +104,7 @@ def test_what_comes_back_from_the_host_equals_any_view_that_was_packed():
             back = host.unpack(host.pack(view))
             assert torch.equal(back, view) and back.stride() == view.stride() and back.dtype == dtype
             assert back.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+            assert host.bytes == 0, "a copy that is dropped is still counted"
 
 
 def test_a_policy_can_be_changed_and_leaves_the_names_of_the_weights_alone():
