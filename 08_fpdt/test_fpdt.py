@@ -259,6 +259,13 @@ def test_sums_over_chunks_are_float32_and_all_else_is_copied_in_the_dtype_of_the
     assert narrow == {"q", "kv", "out", "dout"} and wide == {"lse", "dq", "dkv"}, found
 
 
+def attention_with_gradient(q: Tensor, chunks: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    q.requires_grad_()
+    out, lse = script.chunk_attention(q, chunks)
+    (dq,) = torch.autograd.grad(out.square().sum() + lse.sum(), q)
+    return out.detach(), lse.detach(), dq
+
+
 def test_online_softmax_matches_softmax_in_any_order():
     """Scores of 1000 overflow without a running maximum; it may rise or fall from chunk to chunk."""
     torch.manual_seed(2)
@@ -266,12 +273,16 @@ def test_online_softmax_matches_softmax_in_any_order():
     for scale in (1.0, 1000.0):
         for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
             chunks = [kv[:, :, i] * torch.tensor([scale * (1 + i), 1.0]).double().view(2, 1, 1, 1) for i in order]
-            [(out, lse)] = run_ranks(1, script.chunk_attention, q, chunks)
+            [(out, lse, dq)] = run_ranks(1, attention_with_gradient, q, chunks)
             k, v = torch.cat(chunks, 2)
-            scores = q @ k.mT / 8**0.5
+            x = q.detach().requires_grad_()
+            scores = x @ k.mT / 8**0.5
             scores.unflatten(1, (2, 3))[..., :3].masked_fill_(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
-            assert_same(out, scores.softmax(-1) @ v, what=f"out, scores of {scale}, chunks {order}")
-            assert_same(lse, scores.logsumexp(-1, keepdim=True), what=f"log-sum-exp, scores of {scale}")
+            expected, expected_lse = scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+            (expected_dq,) = torch.autograd.grad(expected.square().sum() + expected_lse.sum(), x)
+            assert_same(out, expected.detach(), what=f"out, scores of {scale}, chunks {order}")
+            assert_same(lse, expected_lse.detach(), what=f"log-sum-exp, scores of {scale}")
+            assert_same(dq, expected_dq, what=f"dq by autograd, scores of {scale}")
 
 
 def peaks_of_one_and_three_pairs() -> list[int]:
