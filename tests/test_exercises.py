@@ -1429,6 +1429,8 @@ def test_which_tests_run_an_exercise_and_which_of_these_grade_it(tiny):
     assert set(chapter.running("1.1")) == {SCALE, BOTH}
     assert set(chapter.running("1.2")) == {BOTH, OF_NOTHING, "test_tiny.py::test_total_is_the_sum"}
     assert chapter.tests("1.1") == [SCALE, BOTH]
+    shutil.copytree(tiny.root / "01_tiny", tiny.root / "class" / "ann" / "01_tiny")
+    assert Course(tiny.root).files == tiny.files, "submissions in the repository's folder are no part of it"
     path = tiny.root / "01_tiny" / "test_tiny.py"
     path.write_text("import pytest\n" + TEST_TINY.replace("def test_total_of", "@pytest.mark.prove\ndef test_total_of"))
     assert Course(tiny.root).chapter("01").tests("1.2") == [BOTH, "test_tiny.py::test_total_is_the_sum"]
