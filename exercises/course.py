@@ -44,6 +44,7 @@ from harness import fences  # checking.py has put it on the path
 from pages import class_page, note, progress, written
 from sandbox import JudgeError, Limits, no_cell
 
+ENDS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)  # Ctrl-C, a terminal that is closed, `kill`
 COLUMNS = ("submission", "chapter", "exercise", "level", "status", "claim", "detail", "hint")
 
 
@@ -268,7 +269,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, end)
     try:
         named = Course(only=getattr(arguments, "chapter", ""))
         return run(arguments, named if named.chapters else Course())  # which names the chapters
@@ -277,11 +277,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def end(*_: object) -> NoReturn:
+def end(number: int, *_: object) -> NoReturn:
     """Raise an exception, so that started processes are ended. `make`, or anything that ends a process group,
-    may signal twice; the second signal must not interrupt the cleanup."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(143)
+    may signal twice, as may Ctrl-C; the second signal must not interrupt the cleanup."""
+    for each in ENDS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def run(arguments: argparse.Namespace, course: Course) -> int:
@@ -334,4 +335,7 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
 
 
 if __name__ == "__main__":
+    for number in ENDS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` leaves it
+            signal.signal(number, end)
     sys.exit(main())

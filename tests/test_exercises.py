@@ -1351,18 +1351,21 @@ def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.prove
-def test_grading_that_is_asked_to_end_twice_leaves_no_folder_and_no_process(tmp_path, cell):
+@pytest.mark.parametrize("how", tool.ENDS)
+def test_grading_that_is_asked_to_end_twice_leaves_no_folder_and_no_process(how, tmp_path, cell):
     chapter = real().chapter("02")
     write_student(chapter, {"2.6": "while True: pass"}, tmp_path / "class" / "ann" / chapter.folder)
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, str(ROOT / "exercises" / "course.py"), "grade", str(tmp_path / "class")]
-    grading = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}, stdout=subprocess.PIPE)
+    environment, pipe = os.environ | {"TMPDIR": str(tmp_path / "tmp")}, subprocess.PIPE
+    grading = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe)
     while not list((tmp_path / "tmp").glob("exercises-*/copy/*")):
         time.sleep(0.1)
-    grading.terminate()
+    grading.send_signal(how)
     time.sleep(0.05)
-    grading.terminate()
-    assert grading.wait(60) == 143
+    grading.send_signal(how)
+    said = grading.communicate(timeout=60)
+    assert grading.returncode == 128 + how and said == (b"", b""), said
     assert not list((tmp_path / "tmp").glob("exercises-*")) and processes_of(tmp_path) == []
 
 
