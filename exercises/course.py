@@ -119,12 +119,15 @@ def reset(chapter: Chapter, number: str, folder: Path) -> str:
         raise CourseError(f"{folder} does not exist; `make exercise CH={chapter.folder[:2]}` makes it")
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found, problems = fences.read_fences(text)
+    whole = not any(f"exercise {number} " in problem for problem in problems)
     begun = {number: stub(script, fence)}
-    if number in found and found[number].inside == fence.inside and not problems:
+    if number in found and found[number].inside == fence.inside and whole:
         new, what = fences.splice(text, begun), "only its lines changed"
     else:  # the fence is missing or moved: take the chapter's file, with the other bodies
         kept = {n: found[n].body if n in found else stub(script, f) for n, f in script.fences.items()}
-        new, what = fences.splice(script.text, kept | begun), "your other exercises are as they were"
+        lost = [n for n in script.fences if n not in (*found, number)]  # their fences are broken as well
+        what = f"as does {', '.join(lost)}, whose fence is gone" if lost else "your other exercises are as they were"
+        new = fences.splice(script.text, kept | begun)
     said = f"{path}: exercise {number} begins again, {what}"
     if text:
         backup = next(f for n in range(1, 1000) if not (f := path.with_name(f"{path.name}.{n}")).exists())

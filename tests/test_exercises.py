@@ -1538,6 +1538,11 @@ def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path):
     tool.reset(chapter, "1.2", folder)
     assert read_submission(chapter, folder).refused == {}
     assert read_submission(chapter, folder).bodies["1.1"] == "return x + x"
+    unclosed = "".join(mine.rpartition("    # --- end exercise ---\n")[::2])  # the fence of 1.2 is broken
+    for text, said in ((unclosed, "only its"), (unclosed.replace(": twice -", ""), "as does 1.2, whose fence is gone")):
+        (folder / "tiny.py").write_text(text)
+        assert f"exercise 1.1 begins again, {said}" in tool.reset(chapter, "1.1", folder)
+        assert ("result = sum(xs)" in (folder / "tiny.py").read_text()) == (text == unclosed)
     assert "01_tiny.1" in tool.start(tiny, chapter, folder, again=True)
     assert (folder.parent / "01_tiny.1" / "tiny.py.1").read_text() == mine
 
