@@ -7,6 +7,7 @@ the most frequent hints, and pairs of similar submissions.
 
 import difflib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,9 @@ ENOUGH = 120  # words: fewer can be written in too few ways to compare
 def note(student: Path, report: Report) -> None:
     """Save the results of a check. A file that cannot be read is replaced."""
     status = {row.number: row.status for row in report.rows if row.status != "not reached"}
-    (student / FILE).write_text(json.dumps(read(student) | status, indent=1, sort_keys=True) + "\n")
+    half = student / f"{FILE}.{os.getpid()}"  # a check that ends here, or beside it, leaves the file whole
+    half.write_text(json.dumps(read(student) | status, indent=1, sort_keys=True) + "\n")
+    half.replace(student / FILE)
 
 
 def read(student: Path) -> dict[str, str]:

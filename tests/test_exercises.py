@@ -1414,11 +1414,20 @@ def test_the_page_of_a_class_counts_hints_claims_and_shows_who_wrote_the_same():
     assert "| 2 | 2.1 | Count the ranks. |" in page and "| ann, bob | 2.1 |" in page and ", eve" not in page
 
 
-def test_progress_keeps_what_checks_have_found_and_names_the_next(tmp_path):
+def test_progress_keeps_what_checks_have_found_and_names_the_next(tmp_path, monkeypatch):
     rows = [checking.Row("2.1", "", "easy", "passed"), checking.Row("2.2", "", "easy", "failed")]
     pages.note(tmp_path, checking.Report("02_data_parallel", rows))
     rows = [checking.Row("2.21", "", "hard", "passed"), checking.Row("2.1", "", "easy", "not reached")]
     pages.note(tmp_path, checking.Report("02_data_parallel", rows))
+
+    def half(file, text):
+        with open(file, "w") as there:
+            there.write(text[:9])
+        raise OSError("no space is left")
+
+    with monkeypatch.context() as full, pytest.raises(OSError):
+        full.setattr(Path, "write_text", half)
+        pages.note(tmp_path, checking.Report("02_data_parallel", rows))
     lines = pages.progress(real(), tmp_path).splitlines()
     assert len({len(line) for line in lines if line.startswith("|")}) == 1, "columns stand below one another"
     table = re.sub(" +", " ", "\n".join(lines))
