@@ -176,7 +176,7 @@ class Judge:
         pipe = self.process.stdout.fileno()
         deadline, cpu_before = time.monotonic() + seconds, sum(p.cpu for p in self.descendants())
         while b"\n" not in self.pending:
-            if wait([pipe], 0.2):
+            if wait([pipe], 0.2) and time.monotonic() < deadline:  # also of a line that comes byte by byte
                 data = os.read(pipe, 65536)
                 if not data:
                     raise Ended("its process ended in the middle of a test")

@@ -752,6 +752,14 @@ for fd in range(3, 40):
     except OSError:
         pass
 os._exit(0)""",
+    "drips_into_the_results": """import os, time
+while True:
+    for fd in range(3, 40):
+        try:
+            os.write(fd, b' ')
+        except OSError:
+            pass
+    time.sleep(0.1)""",
     "finds_the_nonce_and_answers_for_the_judge": f"{JUDGES}{ALL_PASSED}os._exit(0)",
     "eats_memory": "return len([0] * 2 ** 29)",
     "finds_the_recorder_among_all_objects": """import gc
@@ -857,7 +865,7 @@ def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_pa
 def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hurt_the_next(kind, tiny, tmp_path):
     chapter = tiny.chapter("01")
     began = time.monotonic()
-    limits = LIMITS if kind != "hangs_asleep" else Limits(test_seconds=12)
+    limits = LIMITS if kind not in ("hangs_asleep", "drips_into_the_results") else Limits(test_seconds=12)
     bodies = {"1.1": HOSTILE[kind], "1.2": own_bodies(chapter)["1.2"]}
     with Judge(tiny.files, limits) as judge:
         report = check(tiny, chapter, Submission(bodies), list(bodies), judge=judge)
