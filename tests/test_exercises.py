@@ -23,6 +23,7 @@ import time
 import tomllib
 import types
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -995,6 +996,18 @@ def test_a_check_that_is_broken_off_ends_its_judges_and_what_they_run(tiny, tmp_
         raise KeyboardInterrupt
     assert time.monotonic() - began < 30
     assert processes_of(tmp_path) == [] and not list(tmp_path.glob("exercises-*"))
+
+
+def test_lines_without_an_end_end_with_a_checker_that_is_killed(tiny):
+    (script,) = tiny.chapter("01").scripts
+    changes = {script.path: fences.splice(script.text, {"1.1": "while True: pass"})}
+    with ThreadPoolExecutor(1) as pool, Judge(tiny.files, Limits()) as judge:
+        answer = pool.submit(judge.run, changes, [tiny.test_path(tiny.chapter("01"), SCALE)])
+        while not judge.ready:
+            time.sleep(0.05)
+        time.sleep(1)
+        judge.process.stdin.close()
+        assert answer.result(20).ended == "its process ended in the middle of a test"
 
 
 @pytest.mark.prove
