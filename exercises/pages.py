@@ -59,6 +59,8 @@ def progress(course: Course, student: Path) -> str:
 
 def class_page(rows: Sequence[Mapping[str, str]], bodies: Mapping[str, Mapping[str, str]]) -> str:
     """`rows` are those of grades.csv, `bodies` what each submission wrote: name -> exercise -> lines."""
+    rows = [{column: text.replace("|", "\\|") for column, text in row.items()} for row in rows]  # in cells of tables
+    bodies = {name.replace("|", "\\|"): theirs for name, theirs in bodies.items()}
     parts = ["# The class", "", f"{len({row['submission'] for row in rows})} submissions.", ""]
     parts += ["| exercise | level | passed | failed | refused | other | most frequent claim that failed |"]
     parts += ["| --- | --- | --- | --- | --- | --- | --- |"]

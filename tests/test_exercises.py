@@ -1427,12 +1427,12 @@ def test_the_page_of_a_class_counts_hints_claims_and_shows_who_wrote_the_same():
     (pair,) = pages.alike(bodies)
     assert pair[1:] == ("ann", "bob", ["2.1"]) and 0.95 < pair[0] < 1
     row = {"exercise": "2.1", "level": "hard", "claim": "", "detail": "", "hint": ""}
-    failed = row | {"status": "failed", "claim": "sums agree", "hint": "Count the ranks."}
+    failed = row | {"status": "failed", "claim": "sums agree", "hint": "Count the |ranks|."}
     rows = [failed | {"submission": "ann"}, failed | {"submission": "bob"}]
     rows += [row | {"submission": "eve", "status": "passed"}, row | {"submission": "tim", "status": "not done"}]
     page = pages.class_page(rows, bodies)
     assert "4 submissions" in page and "| 2.1 | hard | 1 | 2 | 0 | 1 | sums agree (2) |" in page
-    assert "| 2 | 2.1 | Count the ranks. |" in page and "| ann, bob | 2.1 |" in page and ", eve" not in page
+    assert "| 2 | 2.1 | Count the \\|ranks\\|. |" in page and "| ann, bob | 2.1 |" in page and ", eve" not in page
 
 
 def test_progress_keeps_what_checks_have_found_and_names_the_next(tmp_path, monkeypatch):
