@@ -314,6 +314,7 @@ def _objection(script: Script, fence: Fence, theirs: Fence, screened: bool) -> s
     try:
         statements = fences.parse(theirs.body)
         compile(fences.splice(script.text, {fence.number: theirs.body}), script.name, "exec")
+        stubbed = fences.is_stub(fence, theirs.body)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         line = getattr(error, "lineno", None) or 1
         if getattr(error, "filename", "") == script.name:  # found by `compile`, in the chapter's lines
@@ -322,7 +323,7 @@ def _objection(script: Script, fence: Fence, theirs: Fence, screened: bool) -> s
         return f"{script.name}, line {line}: syntax error in exercise {fence.number}: {getattr(error, 'msg', error)}"
     except (RecursionError, MemoryError):
         return f"{script.name}, line {theirs.first}: exercise {fence.number} is nested too deeply"
-    if screened and not fences.is_stub(fence, theirs.body):
+    if screened and not stubbed:
         for line, why in screen.objections(statements, fences.parse(fence.body), ast.parse(script.text)):
             return f"{script.name}, line {theirs.first + line}: {why}"
     return ""

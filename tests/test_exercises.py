@@ -1591,6 +1591,8 @@ def test_a_syntax_error_names_file_line_and_exercise_and_costs_only_that_one(tin
     assert got.refused["1.1"].startswith(f"tiny.py, line {line}: syntax error in exercise 1.1")
     other = read_submission(tiny.chapter("01"), tmp_path / "student", only="1.2")
     assert other.refused == {} and list(other.bodies) == ["1.2"]
+    long = one_refusal(tiny, tmp_path, lambda text: text.replace("return 2 * x", f"return {'+'.join('x' * 999)}"))
+    assert long.refused == {"1.1": f"tiny.py, line {line - 1}: exercise 1.1 is nested too deeply"}
     unclosed = one_refusal(tiny, tmp_path, lambda text: text.replace("return 2 * x", "return (2 * x"))
     assert f"tiny.py, line {line}: syntax error in exercise 1.1" in unclosed.refused["1.1"]
     assert list(unclosed.refused) == ["1.1"]
