@@ -88,7 +88,7 @@ class Recorder:
                 self.session.shouldstop = "that is enough to know"
 
     def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
+        if report.failed or report.skipped:
             self.answer(test="", outcome="broken", message=message_of(report), seconds=0.0)
 
 

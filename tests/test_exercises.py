@@ -1264,16 +1264,18 @@ def test_what_a_rank_sends_is_read_as_data_and_runs_nothing(monkeypatch):
 class MachineWithout:
     """In place of a judge: one whose connections break, always or with the student's lines only."""
 
+    says = "[gloo/transport/tcp/pair.cc:537] Read error: Connection timed out"
+
     def __init__(self, broken_by):
         self.broken_by = broken_by
 
     def run(self, changes, tests, enough=3, few=(), heard=None):
         broken = "x + x" in "".join(changes.values()) or self.broken_by == "the machine"
-        message = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection timed out"
+        message = f"RuntimeError: {self.says}"
         return Outcome([Result(test.rpartition("/")[2], not broken, message if broken else "") for test in tests])
 
 
-def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
+def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny, monkeypatch):
     chapter = tiny.chapter("01")
     lines = Submission({"1.1": "return x + x"})
     (row,) = check(tiny, chapter, lines, ["1.1"], judge=MachineWithout("the machine")).rows
@@ -1281,6 +1283,17 @@ def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
     assert "Connection timed out" in row.detail and "\n" not in row.detail
     (row,) = check(tiny, chapter, lines, ["1.1"], judge=MachineWithout("the student")).rows
     assert row.status == "failed" and "Connection timed out" in row.detail
+    monkeypatch.setattr(MachineWithout, "says", "matmul.cu needs g++ to be built")
+    (row,) = check(tiny, chapter, lines, ["1.1"], judge=MachineWithout("the machine")).rows
+    assert (row.status, row.hint) == ("not reached", "") and "needs g++" in row.detail
+
+
+def test_a_test_that_this_machine_skips_is_not_called_a_students_mistake(tiny):
+    skip = 'import pytest\npytest.skip("needs Triton, which is not installed", allow_module_level=True)\n'
+    (tiny.root / "01_tiny" / "test_tiny.py").write_text(skip + TEST_TINY)
+    (row,) = check_bodies(Course(tiny.root), tiny.chapter("01"), {"1.1": "return x + x"}).rows
+    assert row.status == "not reached" and row.detail.startswith("this machine, not your lines")
+    assert "Skipped: needs Triton, which is not installed" in row.detail
 
 
 class MachineThatWasBusy(MachineWithout):
