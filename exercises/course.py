@@ -57,15 +57,18 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
         again_ = f"`python exercises/course.py start --again {chapter.folder[:2]}`"
         raise CourseError(f"{folder} exists and is left as it is; {again_} puts it aside and begins anew")
     said = ""
+    ignore = shutil.ignore_patterns("test_*", "bench_*", "exercises", "__pycache__", ".*")
+    half = folder.with_name(f".{folder.name}")  # a start that is broken off leaves no folder with the chapter's bodies
+    shutil.rmtree(half, ignore_errors=True)
+    shutil.copytree(course.root / chapter.folder, half, ignore=ignore)
+    for script in chapter.scripts:
+        bodies = {number: stub(script, fence) for number, fence in script.fences.items()}
+        (half / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
     if folder.exists():
         aside = next(f for n in range(1, 1000) if not (f := folder.with_name(f"{folder.name}.{n}")).exists())
         folder.rename(aside)
         said = f"what was there is now {aside}\n"
-    ignore = shutil.ignore_patterns("test_*", "bench_*", "exercises", "__pycache__", ".*")
-    shutil.copytree(course.root / chapter.folder, folder, ignore=ignore)
-    for script in chapter.scripts:
-        bodies = {number: stub(script, fence) for number, fence in script.fences.items()}
-        (folder / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
+    half.rename(folder)
     first, (script, _) = next(iter(chapter.exercises.items()))
     few = chapter.core
     more = list(chapter.exercises)[len(few) :]

@@ -22,6 +22,7 @@ import threading
 import time
 import tomllib
 import types
+import unittest.mock
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
@@ -1560,8 +1561,12 @@ def test_of_a_test_with_many_parameters_a_few_are_the_first_and_the_last(tiny):
 # --------------------------------------------------------------------------------------------------- a student's folder
 
 
-def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path):
+def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path, monkeypatch):
     chapter, folder = tiny.chapter("01"), tmp_path / "student" / "01_tiny"
+    with monkeypatch.context() as full, pytest.raises(OSError):
+        full.setattr(Path, "write_text", unittest.mock.Mock(side_effect=OSError("no space is left")))
+        tool.start(tiny, chapter, folder)
+    assert not folder.exists(), "it has the chapter's own bodies"
     said = tool.start(tiny, chapter, folder)
     assert ": exercises 1.1 to 1.2\n" in said and f"Open {folder / 'tiny.py'}" in said and "N=1.1" in said
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "tiny.py"]
