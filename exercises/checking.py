@@ -264,7 +264,7 @@ def read_submission(chapter: Chapter, folder: Path, screened: bool = True, only:
             elif not inside or not path.is_file() or path.stat().st_size > 2**20:
                 why = "is not a plain file of less than 1 MiB"
             else:
-                text = path.read_text(encoding="utf-8")
+                text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         except UnicodeDecodeError:
             why = "is not UTF-8 text"
         except OSError as error:

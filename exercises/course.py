@@ -120,7 +120,7 @@ def reset(chapter: Chapter, number: str, folder: Path) -> str:
     path = folder / script.within
     if not folder.is_dir():
         raise CourseError(f"{folder} does not exist; `make exercise CH={chapter.folder[:2]}` makes it")
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
     found, problems = fences.read_fences(text)
     whole = not any(f"exercise {number} " in problem for problem in problems)
     begun = {number: stub(script, fence)}
@@ -134,7 +134,7 @@ def reset(chapter: Chapter, number: str, folder: Path) -> str:
     said = f"{path}: exercise {number} begins again, {what}"
     if text:
         backup = next(f for n in range(1, 1000) if not (f := path.with_name(f"{path.name}.{n}")).exists())
-        backup.write_text(text, encoding="utf-8")
+        shutil.copy(path, backup)
         said += f"; the file as it was is {backup.name}"
     path.write_text(new, encoding="utf-8")
     return said

@@ -1591,6 +1591,10 @@ def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path, 
         (folder / "tiny.py").write_text(text)
         assert f"exercise 1.1 begins again, {said}" in tool.reset(chapter, "1.1", folder)
         assert ("result = sum(xs)" in (folder / "tiny.py").read_text()) == (text == unclosed)
+    windows = b"\xef\xbb\xbf" + mine.replace("\n", "\r\n").encode()
+    (folder / "tiny.py").write_bytes(windows)
+    assert read_submission(chapter, folder).warnings == [] and tool.reset(chapter, "1.2", folder)
+    assert (folder / "tiny.py.5").read_bytes() == windows, "the file as it was"
     assert "01_tiny.1" in tool.start(tiny, chapter, folder, again=True)
     assert (folder.parent / "01_tiny.1" / "tiny.py.1").read_text() == mine
 
