@@ -80,9 +80,12 @@ lint: $(READY)  ## ruff (rules and format), and mypy on the harness and the trai
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy tests/harness 11_5d_trainer
 
+CHAPTER  = $(or $(CH),[01]?)_*
+IS_THERE = ls -d $(CHAPTER)/ >/dev/null 2>&1 || { echo "make: there is no chapter $(CH)" >&2; exit 2; }
+
 bench: $(READY)  ## verify, then measure every chapter, or with CH=03 one; writes results/ and the tables of the READMEs
-	@set -e; ls -d $(CH)*_*/ >/dev/null 2>&1 || { echo "make: there is no chapter $(CH)" >&2; exit 2; }; \
-	for script in $(wildcard $(or $(CH),[01])*_*/bench_*.py $(or $(CH),[01])*_*/*/bench_*.py); do \
+	@set -e; $(IS_THERE); \
+	for script in $(wildcard $(CHAPTER)/bench_*.py $(CHAPTER)/*/bench_*.py); do \
 	  echo "== $$script"; $(PY) $$script; done
 	$(PY) tests/harness/report.py
 
@@ -97,12 +100,13 @@ gpu:  ## print the two calls to make on a GPU; ARGS="--first" makes one, ARGS="-
 	@$(GPU_PYTHON) tests/gpu.py $(ARGS)
 
 results: $(READY)  ## tables and figures of the READMEs from results/; FROM=FILE takes the file of a GPU run in first
-	$(PY) tests/harness/report.py $(if $(FROM),--take $(FROM))
+	$(PY) tests/harness/report.py $(if $(FROM),--take "$(FROM)")
 	@$(MAKE) --no-print-directory figures
 
 .PHONY: figures
 figures: $(READY)  ## draw every figure again from results/, or with CH=03 those of one chapter
-	@set -e; for script in $$(grep -l -e --figures $(or $(CH),[01])*_*/bench_*.py $(or $(CH),[01])*_*/*/bench_*.py); do \
+	@set -e; $(IS_THERE); \
+	for script in $$(grep -l -e --figures $(CHAPTER)/bench_*.py $(CHAPTER)/*/bench_*.py); do \
 	  echo "== $$script"; $(PY) $$script --figures; done
 	$(PY) tests/harness/computed.py --figures
 
@@ -140,4 +144,4 @@ progress: $(READY)  ## which exercises have passed so far
 
 grade: $(READY)  ## check a folder of submissions, DIR/NAME/02_data_parallel/...: make grade DIR=submissions
 	@test -n "$(DIR)" || { echo "make: which folder? For example: make grade DIR=submissions" >&2; exit 2; }
-	@$(PY) exercises/course.py grade $(DIR) $(ARGS)
+	@$(PY) exercises/course.py grade "$(DIR)" $(ARGS)

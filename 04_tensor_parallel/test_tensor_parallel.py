@@ -469,7 +469,7 @@ def loss_of_bf16_logits() -> float:
 
 
 def test_a_loss_of_bf16_logits_is_summed_in_fp32():
-    assert max(run_ranks(2, loss_of_bf16_logits)) < 1e-5
+    assert all(error < 1e-5 for error in run_ranks(2, loss_of_bf16_logits))  # max() may lose a NaN
 
 
 def test_norm_and_softmax_compute_in_fp32():

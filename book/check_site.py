@@ -56,6 +56,7 @@ class Page(HTMLParser):
 
 def faults(site: Path) -> list[str]:
     """One line for each thing that is wrong."""
+    site = site.resolve()  # as the targets of links are
     pages = {file: Page(file.read_text()) for file in sorted(site.rglob("*.html"))}
     found = [] if pages else [f"{site} has no page"]
     for file, page in pages.items():
@@ -198,6 +199,6 @@ def unreadable(svg: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    wrong = faults(Path(sys.argv[1]).resolve())
+    wrong = faults(Path(sys.argv[1]))
     print("\n".join(wrong) or "every link leads somewhere, and nothing is fetched from outside")
     sys.exit(bool(wrong))

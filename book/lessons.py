@@ -9,6 +9,7 @@ import posixpath
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -26,11 +27,14 @@ NARROW = 60  # letters of code that a column beside another, or a telephone, has
 @cache
 def tracked() -> frozenset[str]:
     """Every file of the repository, and every folder of one, by its path from the root."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    files = listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
+    files: list[str] = []
+    with suppress(OSError):  # no git
+        command = ["git", "ls-files", "-co", "--exclude-standard"]
+        files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     if not files:  # a plain copy, without a history
-        made = {".venv", "__pycache__", "site", "pages", "runs", "student"}
-        files = [str(f.relative_to(ROOT)) for f in ROOT.rglob("*") if f.is_file() and not made & {*f.parts}]
+        made = {".git", ".venv", "__pycache__", "site", "pages", "runs", "student", "submissions"}
+        found = (file.relative_to(ROOT) for file in ROOT.rglob("*") if file.is_file())
+        files = [str(file) for file in found if not made & {*file.parts}]
     return frozenset(file for file in files if (ROOT / file).is_file())
 
 

@@ -76,7 +76,7 @@ def test_the_trainer_takes_what_is_said_to_combine_and_refuses_what_is_said_to_e
 
 def test_every_symbol_is_explained_and_every_explanation_is_used():
     used = {name for entry in ENTRIES.values() for formula in formulas_of(entry) for name in names(formula)}
-    assert used <= symbols().keys()
+    assert used == symbols().keys()
 
 
 def test_every_cell_leads_to_a_line_that_has_what_it_names():

@@ -27,6 +27,15 @@ def test_files_folders_and_readmes_have_pages():
     assert page_of("03_zero/figures/timeline.svg") == "03_zero/figures/timeline.svg"
 
 
+def test_a_copy_without_git_has_its_files_in_whichever_folder_it_lies(tmp_path, monkeypatch):
+    for path in ("student/site/README.md", "student/site/runs/log.md"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    monkeypatch.setattr(lessons, "ROOT", tmp_path / "student" / "site")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert lessons.tracked.__wrapped__() == {"README.md"}
+
+
 def test_a_heading_has_the_anchor_of_a_code_host():
     assert slug("`Zero1`: the update, between two halves") == "zero1-the-update-between-two-halves"
     assert slug("6. The [last](x.md) gather") == "6-the-last-gather"

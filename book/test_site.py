@@ -45,7 +45,10 @@ def test_a_site_whose_links_all_lead_somewhere_has_no_faults(tmp_path):
     ],
 )
 def test_what_is_broken_or_fetched_is_named(more, fault, tmp_path):
-    [line] = faults(site(tmp_path, more))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "site")
+    site(tmp_path / "site", more)
+    [line] = faults(tmp_path / "link")
     assert line.startswith("index.html: ") and line.endswith(fault), line
 
 

@@ -264,7 +264,7 @@ def read_submission(chapter: Chapter, folder: Path, screened: bool = True, only:
             elif not inside or not path.is_file() or path.stat().st_size > 2**20:
                 why = "is not a plain file of less than 1 MiB"
             else:
-                text = path.read_text(encoding="utf-8")
+                text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         except UnicodeDecodeError:
             why = "is not UTF-8 text"
         except OSError as error:
@@ -314,6 +314,7 @@ def _objection(script: Script, fence: Fence, theirs: Fence, screened: bool) -> s
     try:
         statements = fences.parse(theirs.body)
         compile(fences.splice(script.text, {fence.number: theirs.body}), script.name, "exec")
+        stubbed = fences.is_stub(fence, theirs.body)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         line = getattr(error, "lineno", None) or 1
         if getattr(error, "filename", "") == script.name:  # found by `compile`, in the chapter's lines
@@ -322,7 +323,7 @@ def _objection(script: Script, fence: Fence, theirs: Fence, screened: bool) -> s
         return f"{script.name}, line {line}: syntax error in exercise {fence.number}: {getattr(error, 'msg', error)}"
     except (RecursionError, MemoryError):
         return f"{script.name}, line {theirs.first}: exercise {fence.number} is nested too deeply"
-    if screened and not fences.is_stub(fence, theirs.body):
+    if screened and not stubbed:
         for line, why in screen.objections(statements, fences.parse(fence.body), ast.parse(script.text)):
             return f"{script.name}, line {theirs.first + line}: {why}"
     return ""
@@ -477,7 +478,7 @@ def _judge_one(
     """Fill in the row. Returns why the entire submission is rejected, if it is."""
 
     def heard(result: Result) -> None:
-        if first and row.status != "failed" and not result.passed and not TRANSPORT.search(result.message):
+        if first and row.status != "failed" and not result.passed and not OF_THE_MACHINE.search(result.message):
             row.status, row.claim, row.detail = "failed", sentence(result.test), told(result.message)
             first(row)
 
@@ -499,7 +500,7 @@ def _judge_one(
         row.status = "passed"
         return ""
     row.status, row.claim = "failed", sentence(at)
-    row.doubtful = bool(outcome.ended or (failed and TRANSPORT.search(failed[0].message)))
+    row.doubtful = bool(outcome.ended or (failed and OF_THE_MACHINE.search(failed[0].message)))
     if row.doubtful and (why := unwell(course, chapter, at, judge)):
         row.status, row.detail, row.claim = "not reached", why, ""
         return ""
@@ -509,7 +510,9 @@ def _judge_one(
     return ""
 
 
-TRANSPORT = re.compile(r"gloo/transport|Connection (closed|reset|refused|timed out)|still running after")
+OF_THE_MACHINE = re.compile(  # perhaps: then the chapter's own lines fail as well
+    r"gloo/transport|Connection (closed|reset|refused|timed out)|still running after|needs (g\+\+|Triton)"
+)
 
 
 def unwell(course: Course, chapter: Chapter, test: str, judge: Judge) -> str:
@@ -569,7 +572,7 @@ def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], warning
             failed = [*messages, *unanswered(tests, outcome)]
             if outcome.foul:
                 return outcome.foul
-            doubtful = outcome.ended or any(TRANSPORT.search(message) for message in messages.values())
+            doubtful = outcome.ended or any(OF_THE_MACHINE.search(message) for message in messages.values())
             if doubtful and (why := unwell(course, chapter, (failed or tests)[0], judge)):
                 warnings.append(f"whether these exercises pass together is not known: {why}")
                 continue

@@ -44,6 +44,7 @@ from harness import fences  # checking.py has put it on the path
 from pages import class_page, note, progress, written
 from sandbox import JudgeError, Limits, no_cell
 
+ENDS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)  # Ctrl-C, a terminal that is closed, `kill`
 COLUMNS = ("submission", "chapter", "exercise", "level", "status", "claim", "detail", "hint")
 
 
@@ -56,15 +57,18 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
         again_ = f"`python exercises/course.py start --again {chapter.folder[:2]}`"
         raise CourseError(f"{folder} exists and is left as it is; {again_} puts it aside and begins anew")
     said = ""
+    ignore = shutil.ignore_patterns("test_*", "bench_*", "exercises", "__pycache__", ".*")
+    half = folder.with_name(f".{folder.name}")  # a start that is broken off leaves no folder with the chapter's bodies
+    shutil.rmtree(half, ignore_errors=True)
+    shutil.copytree(course.root / chapter.folder, half, ignore=ignore)
+    for script in chapter.scripts:
+        bodies = {number: stub(script, fence) for number, fence in script.fences.items()}
+        (half / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
     if folder.exists():
         aside = next(f for n in range(1, 1000) if not (f := folder.with_name(f"{folder.name}.{n}")).exists())
         folder.rename(aside)
         said = f"what was there is now {aside}\n"
-    ignore = shutil.ignore_patterns("test_*", "bench_*", "exercises", "__pycache__", ".*")
-    shutil.copytree(course.root / chapter.folder, folder, ignore=ignore)
-    for script in chapter.scripts:
-        bodies = {number: stub(script, fence) for number, fence in script.fences.items()}
-        (folder / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
+    half.rename(folder)
     first, (script, _) = next(iter(chapter.exercises.items()))
     few = chapter.core
     more = list(chapter.exercises)[len(few) :]
@@ -116,18 +120,21 @@ def reset(chapter: Chapter, number: str, folder: Path) -> str:
     path = folder / script.within
     if not folder.is_dir():
         raise CourseError(f"{folder} does not exist; `make exercise CH={chapter.folder[:2]}` makes it")
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
     found, problems = fences.read_fences(text)
+    whole = not any(f"exercise {number} " in problem for problem in problems)
     begun = {number: stub(script, fence)}
-    if number in found and found[number].inside == fence.inside and not problems:
+    if number in found and found[number].inside == fence.inside and whole:
         new, what = fences.splice(text, begun), "only its lines changed"
     else:  # the fence is missing or moved: take the chapter's file, with the other bodies
         kept = {n: found[n].body if n in found else stub(script, f) for n, f in script.fences.items()}
-        new, what = fences.splice(script.text, kept | begun), "your other exercises are as they were"
+        lost = [n for n in script.fences if n not in (*found, number)]  # their fences are broken as well
+        what = f"as does {', '.join(lost)}, whose fence is gone" if lost else "your other exercises are as they were"
+        new = fences.splice(script.text, kept | begun)
     said = f"{path}: exercise {number} begins again, {what}"
     if text:
         backup = next(f for n in range(1, 1000) if not (f := path.with_name(f"{path.name}.{n}")).exists())
-        backup.write_text(text, encoding="utf-8")
+        shutil.copy(path, backup)
         said += f"; the file as it was is {backup.name}"
     path.write_text(new, encoding="utf-8")
     return said
@@ -268,7 +275,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, end)
     try:
         named = Course(only=getattr(arguments, "chapter", ""))
         return run(arguments, named if named.chapters else Course())  # which names the chapters
@@ -277,11 +283,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def end(*_: object) -> NoReturn:
+def end(number: int, *_: object) -> NoReturn:
     """Raise an exception, so that started processes are ended. `make`, or anything that ends a process group,
-    may signal twice; the second signal must not interrupt the cleanup."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(143)
+    may signal twice, as may Ctrl-C; the second signal must not interrupt the cleanup."""
+    for each in ENDS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def run(arguments: argparse.Namespace, course: Course) -> int:
@@ -334,4 +341,7 @@ def run(arguments: argparse.Namespace, course: Course) -> int:
 
 
 if __name__ == "__main__":
+    for number in ENDS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` leaves it
+            signal.signal(number, end)
     sys.exit(main())

@@ -21,7 +21,9 @@ import os
 import pickle
 import re
 import resource
+import select
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -86,7 +88,7 @@ class Recorder:
                 self.session.shouldstop = "that is enough to know"
 
     def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
+        if report.failed or report.skipped:
             self.answer(test="", outcome="broken", message=message_of(report), seconds=0.0)
 
 
@@ -224,6 +226,14 @@ def fork(_path: str, arguments: list[str], keep: list[int]) -> int:
         os._exit(0)
 
 
+def end_with(pipe: int) -> None:
+    """End this process, and its cell, when the other end of this pipe is closed, because the checker was killed."""
+    waiting = select.poll()
+    waiting.register(pipe, 0)
+    waiting.poll()
+    os._exit(1)
+
+
 def main() -> None:
     options = json.loads(sys.argv[1])
     trusted = options.pop("trusted")
@@ -257,6 +267,7 @@ def main() -> None:
     gc.freeze()  # imported modules are never garbage: pytest's collections after each run skip them
     search_path, modules = list(sys.path), set(sys.modules)
     before = {} if trusted else tools()
+    threading.Thread(target=end_with, args=(requests.fileno(),), daemon=True).start()
     print(json.dumps({"unwell": unwell}), file=pipe)
     for line in requests:
         request = json.loads(line)

@@ -7,6 +7,7 @@ the most frequent hints, and pairs of similar submissions.
 
 import difflib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,9 @@ ENOUGH = 120  # words: fewer can be written in too few ways to compare
 def note(student: Path, report: Report) -> None:
     """Save the results of a check. A file that cannot be read is replaced."""
     status = {row.number: row.status for row in report.rows if row.status != "not reached"}
-    (student / FILE).write_text(json.dumps(read(student) | status, indent=1, sort_keys=True) + "\n")
+    half = student / f"{FILE}.{os.getpid()}"  # a check that ends here, or beside it, leaves the file whole
+    half.write_text(json.dumps(read(student) | status, indent=1, sort_keys=True) + "\n")
+    half.replace(student / FILE)
 
 
 def read(student: Path) -> dict[str, str]:
@@ -56,6 +59,8 @@ def progress(course: Course, student: Path) -> str:
 
 def class_page(rows: Sequence[Mapping[str, str]], bodies: Mapping[str, Mapping[str, str]]) -> str:
     """`rows` are those of grades.csv, `bodies` what each submission wrote: name -> exercise -> lines."""
+    rows = [{column: text.replace("|", "\\|") for column, text in row.items()} for row in rows]  # in cells of tables
+    bodies = {name.replace("|", "\\|"): theirs for name, theirs in bodies.items()}
     parts = ["# The class", "", f"{len({row['submission'] for row in rows})} submissions.", ""]
     parts += ["| exercise | level | passed | failed | refused | other | most frequent claim that failed |"]
     parts += ["| --- | --- | --- | --- | --- | --- | --- |"]

@@ -22,7 +22,9 @@ import threading
 import time
 import tomllib
 import types
+import unittest.mock
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -753,6 +755,14 @@ for fd in range(3, 40):
     except OSError:
         pass
 os._exit(0)""",
+    "drips_into_the_results": """import os, time
+while True:
+    for fd in range(3, 40):
+        try:
+            os.write(fd, b' ')
+        except OSError:
+            pass
+    time.sleep(0.1)""",
     "finds_the_nonce_and_answers_for_the_judge": f"{JUDGES}{ALL_PASSED}os._exit(0)",
     "eats_memory": "return len([0] * 2 ** 29)",
     "finds_the_recorder_among_all_objects": """import gc
@@ -858,7 +868,7 @@ def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_pa
 def test_hostile_code_does_not_pass_even_unscreened_nor_outlive_its_check_nor_hurt_the_next(kind, tiny, tmp_path):
     chapter = tiny.chapter("01")
     began = time.monotonic()
-    limits = LIMITS if kind != "hangs_asleep" else Limits(test_seconds=12)
+    limits = LIMITS if kind not in ("hangs_asleep", "drips_into_the_results") else Limits(test_seconds=12)
     bodies = {"1.1": HOSTILE[kind], "1.2": own_bodies(chapter)["1.2"]}
     with Judge(tiny.files, limits) as judge:
         report = check(tiny, chapter, Submission(bodies), list(bodies), judge=judge)
@@ -988,6 +998,18 @@ def test_a_check_that_is_broken_off_ends_its_judges_and_what_they_run(tiny, tmp_
         raise KeyboardInterrupt
     assert time.monotonic() - began < 30
     assert processes_of(tmp_path) == [] and not list(tmp_path.glob("exercises-*"))
+
+
+def test_lines_without_an_end_end_with_a_checker_that_is_killed(tiny):
+    (script,) = tiny.chapter("01").scripts
+    changes = {script.path: fences.splice(script.text, {"1.1": "while True: pass"})}
+    with ThreadPoolExecutor(1) as pool, Judge(tiny.files, Limits()) as judge:
+        answer = pool.submit(judge.run, changes, [tiny.test_path(tiny.chapter("01"), SCALE)])
+        while not judge.ready:
+            time.sleep(0.05)
+        time.sleep(1)
+        judge.process.stdin.close()
+        assert answer.result(20).ended == "its process ended in the middle of a test"
 
 
 @pytest.mark.prove
@@ -1244,16 +1266,18 @@ def test_what_a_rank_sends_is_read_as_data_and_runs_nothing(monkeypatch):
 class MachineWithout:
     """In place of a judge: one whose connections break, always or with the student's lines only."""
 
+    says = "[gloo/transport/tcp/pair.cc:537] Read error: Connection timed out"
+
     def __init__(self, broken_by):
         self.broken_by = broken_by
 
     def run(self, changes, tests, enough=3, few=(), heard=None):
         broken = "x + x" in "".join(changes.values()) or self.broken_by == "the machine"
-        message = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection timed out"
+        message = f"RuntimeError: {self.says}"
         return Outcome([Result(test.rpartition("/")[2], not broken, message if broken else "") for test in tests])
 
 
-def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
+def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny, monkeypatch):
     chapter = tiny.chapter("01")
     lines = Submission({"1.1": "return x + x"})
     (row,) = check(tiny, chapter, lines, ["1.1"], judge=MachineWithout("the machine")).rows
@@ -1261,6 +1285,17 @@ def test_a_machine_that_is_not_well_is_not_called_a_students_mistake(tiny):
     assert "Connection timed out" in row.detail and "\n" not in row.detail
     (row,) = check(tiny, chapter, lines, ["1.1"], judge=MachineWithout("the student")).rows
     assert row.status == "failed" and "Connection timed out" in row.detail
+    monkeypatch.setattr(MachineWithout, "says", "matmul.cu needs g++ to be built")
+    (row,) = check(tiny, chapter, lines, ["1.1"], judge=MachineWithout("the machine")).rows
+    assert (row.status, row.hint) == ("not reached", "") and "needs g++" in row.detail
+
+
+def test_a_test_that_this_machine_skips_is_not_called_a_students_mistake(tiny):
+    skip = 'import pytest\npytest.skip("needs Triton, which is not installed", allow_module_level=True)\n'
+    (tiny.root / "01_tiny" / "test_tiny.py").write_text(skip + TEST_TINY)
+    (row,) = check_bodies(Course(tiny.root), tiny.chapter("01"), {"1.1": "return x + x"}).rows
+    assert row.status == "not reached" and row.detail.startswith("this machine, not your lines")
+    assert "Skipped: needs Triton, which is not installed" in row.detail
 
 
 class MachineThatWasBusy(MachineWithout):
@@ -1352,18 +1387,21 @@ def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.prove
-def test_grading_that_is_asked_to_end_twice_leaves_no_folder_and_no_process(tmp_path, cell):
+@pytest.mark.parametrize("how", tool.ENDS)
+def test_grading_that_is_asked_to_end_twice_leaves_no_folder_and_no_process(how, tmp_path, cell):
     chapter = real().chapter("02")
     write_student(chapter, {"2.6": "while True: pass"}, tmp_path / "class" / "ann" / chapter.folder)
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, str(ROOT / "exercises" / "course.py"), "grade", str(tmp_path / "class")]
-    grading = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}, stdout=subprocess.PIPE)
+    environment, pipe = os.environ | {"TMPDIR": str(tmp_path / "tmp")}, subprocess.PIPE
+    grading = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe)
     while not list((tmp_path / "tmp").glob("exercises-*/copy/*")):
         time.sleep(0.1)
-    grading.terminate()
+    grading.send_signal(how)
     time.sleep(0.05)
-    grading.terminate()
-    assert grading.wait(60) == 143
+    grading.send_signal(how)
+    said = grading.communicate(timeout=60)
+    assert grading.returncode == 128 + how and said == (b"", b""), said
     assert not list((tmp_path / "tmp").glob("exercises-*")) and processes_of(tmp_path) == []
 
 
@@ -1404,19 +1442,28 @@ def test_the_page_of_a_class_counts_hints_claims_and_shows_who_wrote_the_same():
     (pair,) = pages.alike(bodies)
     assert pair[1:] == ("ann", "bob", ["2.1"]) and 0.95 < pair[0] < 1
     row = {"exercise": "2.1", "level": "hard", "claim": "", "detail": "", "hint": ""}
-    failed = row | {"status": "failed", "claim": "sums agree", "hint": "Count the ranks."}
+    failed = row | {"status": "failed", "claim": "sums agree", "hint": "Count the |ranks|."}
     rows = [failed | {"submission": "ann"}, failed | {"submission": "bob"}]
     rows += [row | {"submission": "eve", "status": "passed"}, row | {"submission": "tim", "status": "not done"}]
     page = pages.class_page(rows, bodies)
     assert "4 submissions" in page and "| 2.1 | hard | 1 | 2 | 0 | 1 | sums agree (2) |" in page
-    assert "| 2 | 2.1 | Count the ranks. |" in page and "| ann, bob | 2.1 |" in page and ", eve" not in page
+    assert "| 2 | 2.1 | Count the \\|ranks\\|. |" in page and "| ann, bob | 2.1 |" in page and ", eve" not in page
 
 
-def test_progress_keeps_what_checks_have_found_and_names_the_next(tmp_path):
+def test_progress_keeps_what_checks_have_found_and_names_the_next(tmp_path, monkeypatch):
     rows = [checking.Row("2.1", "", "easy", "passed"), checking.Row("2.2", "", "easy", "failed")]
     pages.note(tmp_path, checking.Report("02_data_parallel", rows))
     rows = [checking.Row("2.21", "", "hard", "passed"), checking.Row("2.1", "", "easy", "not reached")]
     pages.note(tmp_path, checking.Report("02_data_parallel", rows))
+
+    def half(file, text):
+        with open(file, "w") as there:
+            there.write(text[:9])
+        raise OSError("no space is left")
+
+    with monkeypatch.context() as full, pytest.raises(OSError):
+        full.setattr(Path, "write_text", half)
+        pages.note(tmp_path, checking.Report("02_data_parallel", rows))
     lines = pages.progress(real(), tmp_path).splitlines()
     assert len({len(line) for line in lines if line.startswith("|")}) == 1, "columns stand below one another"
     table = re.sub(" +", " ", "\n".join(lines))
@@ -1430,6 +1477,8 @@ def test_which_tests_run_an_exercise_and_which_of_these_grade_it(tiny):
     assert set(chapter.running("1.1")) == {SCALE, BOTH}
     assert set(chapter.running("1.2")) == {BOTH, OF_NOTHING, "test_tiny.py::test_total_is_the_sum"}
     assert chapter.tests("1.1") == [SCALE, BOTH]
+    shutil.copytree(tiny.root / "01_tiny", tiny.root / "class" / "ann" / "01_tiny")
+    assert Course(tiny.root).files == tiny.files, "submissions in the repository's folder are no part of it"
     path = tiny.root / "01_tiny" / "test_tiny.py"
     path.write_text("import pytest\n" + TEST_TINY.replace("def test_total_of", "@pytest.mark.prove\ndef test_total_of"))
     assert Course(tiny.root).chapter("01").tests("1.2") == [BOTH, "test_tiny.py::test_total_is_the_sum"]
@@ -1513,8 +1562,12 @@ def test_of_a_test_with_many_parameters_a_few_are_the_first_and_the_last(tiny):
 # --------------------------------------------------------------------------------------------------- a student's folder
 
 
-def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path):
+def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path, monkeypatch):
     chapter, folder = tiny.chapter("01"), tmp_path / "student" / "01_tiny"
+    with monkeypatch.context() as full, pytest.raises(OSError):
+        full.setattr(Path, "write_text", unittest.mock.Mock(side_effect=OSError("no space is left")))
+        tool.start(tiny, chapter, folder)
+    assert not folder.exists(), "it has the chapter's own bodies"
     said = tool.start(tiny, chapter, folder)
     assert ": exercises 1.1 to 1.2\n" in said and f"Open {folder / 'tiny.py'}" in said and "N=1.1" in said
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "tiny.py"]
@@ -1534,6 +1587,15 @@ def test_start_never_overwrites_and_reset_and_diff_lose_nothing(tiny, tmp_path):
     tool.reset(chapter, "1.2", folder)
     assert read_submission(chapter, folder).refused == {}
     assert read_submission(chapter, folder).bodies["1.1"] == "return x + x"
+    unclosed = "".join(mine.rpartition("    # --- end exercise ---\n")[::2])  # the fence of 1.2 is broken
+    for text, said in ((unclosed, "only its"), (unclosed.replace(": twice -", ""), "as does 1.2, whose fence is gone")):
+        (folder / "tiny.py").write_text(text)
+        assert f"exercise 1.1 begins again, {said}" in tool.reset(chapter, "1.1", folder)
+        assert ("result = sum(xs)" in (folder / "tiny.py").read_text()) == (text == unclosed)
+    windows = b"\xef\xbb\xbf" + mine.replace("\n", "\r\n").encode()
+    (folder / "tiny.py").write_bytes(windows)
+    assert read_submission(chapter, folder).warnings == [] and tool.reset(chapter, "1.2", folder)
+    assert (folder / "tiny.py.5").read_bytes() == windows, "the file as it was"
     assert "01_tiny.1" in tool.start(tiny, chapter, folder, again=True)
     assert (folder.parent / "01_tiny.1" / "tiny.py.1").read_text() == mine
 
@@ -1552,6 +1614,8 @@ def test_a_syntax_error_names_file_line_and_exercise_and_costs_only_that_one(tin
     assert got.refused["1.1"].startswith(f"tiny.py, line {line}: syntax error in exercise 1.1")
     other = read_submission(tiny.chapter("01"), tmp_path / "student", only="1.2")
     assert other.refused == {} and list(other.bodies) == ["1.2"]
+    long = one_refusal(tiny, tmp_path, lambda text: text.replace("return 2 * x", f"return {'+'.join('x' * 999)}"))
+    assert long.refused == {"1.1": f"tiny.py, line {line - 1}: exercise 1.1 is nested too deeply"}
     unclosed = one_refusal(tiny, tmp_path, lambda text: text.replace("return 2 * x", "return (2 * x"))
     assert f"tiny.py, line {line}: syntax error in exercise 1.1" in unclosed.refused["1.1"]
     assert list(unclosed.refused) == ["1.1"]

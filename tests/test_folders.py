@@ -265,3 +265,16 @@ def test_make_lists_its_targets():
     assert {"train", "test", "lint", "bench"} <= set(targets)
     for target in targets:
         assert f"make {target}" in done.stdout
+
+
+def test_make_takes_one_chapter_and_folders_with_spaces():
+    def recipe(*words):
+        done = run(["make", "-n", "-o", ".venv/.ready", *words], ROOT, MAKEFLAGS="")
+        return done.returncode, done.stdout
+
+    for target in ("bench", "figures"):
+        _, one = recipe(target, "CH=1")
+        assert "ls -d 1_*/ " in one and not re.search(r"\b1[01]_|1\*", one), "chapters 10 and 11 are not chapter 1"
+    assert set(re.findall(r"\d\d_\w+", recipe("bench", "CH=03")[1])) == {"03_zero"}
+    assert {chapter.name for chapter in CHAPTERS} <= set(re.findall(r"\d\d_\w+", recipe("bench")[1]))
+    assert '"my class"' in recipe("grade", "DIR=my class")[1] and '"a b"' in recipe("results", "FROM=a b")[1]

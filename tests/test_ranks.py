@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -131,6 +132,19 @@ def test_a_rank_that_is_killed_is_named(how, words):
     assert failure.value.ranks == [2]
     assert "rank 2 of 3" in str(failure.value)
     assert words in str(failure.value)
+
+
+def end_later():
+    threading.Timer(0.5, os._exit, [3]).start()
+
+
+def test_a_rank_that_ends_between_two_calls_is_no_fault_of_the_later_one():
+    run_ranks(2, end_later)
+    for worker in ranks._pool.workers[:2]:
+        worker.process.join(10)
+    with pytest.raises(RankFailure, match="since an earlier call.* rank 0 ended by itself with exit code 3, rank 1"):
+        run_ranks(2, sum_of_ranks, 1)
+    assert run_ranks(2, sum_of_ranks, 1)[1] == (1, 2, 1.0)
 
 
 def test_a_rank_that_leaves_by_sys_exit_zero_is_a_failure():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, error_between, sgd_trace
 from torch import nn
 
 
@@ -80,6 +80,9 @@ def test_a_zero_tensor_is_compared_absolutely():
 def test_shape_and_none_must_match():
     with pytest.raises(AssertionError, match=r"shape \[1, 3\], but should be \[3\]"):
         assert_same(torch.zeros(1, 3), torch.zeros(3))
+    for got, want in ((torch.zeros(1), torch.zeros(3)), (torch.ones(1), torch.zeros(0))):
+        with pytest.raises(ValueError, match="cannot be compared"):
+            error_between(got, want)
     with pytest.raises(AssertionError, match="gradient of w: None, but should be a tensor"):
         assert_same(None, torch.zeros(3), what="gradient of w")
     with pytest.raises(AssertionError, match="a tensor, but should be None"):

@@ -147,6 +147,14 @@ def test_a_block_without_a_result_is_an_error_not_an_empty_table(tmp_path):
         fill("<!-- results: 09_nothing -->\n<!-- end results -->", tmp_path)
 
 
+def test_a_block_without_an_end_is_an_error_and_erases_nothing(tmp_path):
+    write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path)
+    begin, end = "<!-- results: 09_x -->\n", "<!-- end results -->\n"
+    for text in (f"{begin}words\n{begin}{end}", f"{begin}{end}{begin}words\n"):
+        with pytest.raises(ValueError, match="one of the blocks 09_x, 09_x has no"):
+            fill(text, tmp_path)
+
+
 def test_what_is_computed_needs_no_file_and_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr("harness.computed.TABLES", {})
     computed("09_x", "Thirds", ["one"], "Of one.")(lambda: [[1 / 3]])

@@ -219,8 +219,12 @@ class _Pool:
             self.count += 1
             new.append(_Worker(context, self.folder.name, self.count))
             self.workers.append(new[-1])
-        for worker in new:
-            worker.wait_until_up()
+        try:
+            for worker in new:
+                worker.wait_until_up()
+        except (Exception, KeyboardInterrupt):  # a process that is not up cannot be given a job
+            self.stop()
+            raise
         self.count += 1
         return f"{self.folder.name}/store-{self.count}"
 
@@ -242,8 +246,12 @@ class _Pool:
         store = self._start(world_size)
         call = pickle.dumps((fn, args, kwargs))
         team = self.workers[:world_size]
+        if ended := [rank for rank, worker in enumerate(team) if not worker.process.is_alive()]:
+            ends = ", ".join(f"rank {rank} {_exit(team[rank].process.exitcode)}" for rank in ended)
+            self.stop()
+            raise RankFailure("killed", ended, f"since an earlier call, which left something behind, {ends}")
         for rank, worker in enumerate(team):
-            # A worker that died while idle is found below, as a closed pipe.
+            # A worker that dies now is found below, as a closed pipe.
             with contextlib.suppress(BrokenPipeError):
                 worker.pipe.send_bytes(
                     pickle.dumps((self.fresh, rank, world_size, store, timeout, list(sys.path), call))
@@ -253,7 +261,8 @@ class _Pool:
         if failed:
             self._fail(team, answers, timeout)
         for worker in team:
-            worker.pipe.send_bytes(b"release")
+            with contextlib.suppress(BrokenPipeError):  # it died after its answer: the next call says so
+                worker.pipe.send_bytes(b"release")
         Path(store).unlink(missing_ok=True)
         return [pickle.loads(answers[rank][1]) for rank in range(world_size)]
 

@@ -19,7 +19,11 @@ FLOAT64, FLOAT32 = 1e-10, 1e-5  # tolerances
 
 
 def error_between(got: Tensor, want: Tensor) -> float:
-    """max|got - want| / max|want|, in float64; absolute if `want` is all zero or empty. NaN and infinities give NaN."""
+    """max|got - want| / max|want|, in float64; absolute if `want` is all zero or empty. NaN and infinities give NaN.
+
+    ValueError for two shapes: torch would repeat the smaller one, and call an empty one equal to all."""
+    if got.shape != want.shape:
+        raise ValueError(f"shapes {list(got.shape)} and {list(want.shape)} cannot be compared")
     got, want = got.detach().to("cpu", torch.float64), want.detach().to("cpu", torch.float64)
     if want.numel() == 0:
         return 0.0

@@ -296,6 +296,9 @@ def fill(text: str, results: Path) -> str:
         tables = [table(json.loads(file.read_text())) for file in files]
         return block["begin"] + "\n" + "\n".join(tables) + "\n" + block["end"]
 
+    begun = re.findall(r"<!-- (?:gpu )?results: ([\w.-]+) -->\n", text)
+    if len(begun) != len(BLOCK.findall(text)):  # it would reach to the end of the next, and erase what lies between
+        raise ValueError(f"one of the blocks {', '.join(begun)} has no `<!-- end results -->`")
     return BLOCK.sub(body, text)
 
 
