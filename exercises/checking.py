@@ -625,7 +625,8 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     `failed` has the message of each failed test. A symptom is better evidence than the text: if exactly one
     mistake made the same test report the same tensor and numbers, it is that one. Of several such mistakes,
     or of mistakes without a known symptom, it is the one in the same statements with the most similar text,
-    if that is more similar than the chapter's own. A mistake with another symptom is excluded.
+    if that is more similar than the chapter's own. A mistake with another symptom is excluded, and where Python
+    itself ended the lines (a TypeError), one without a symptom.
     """
     mistakes = [m for m in script.mistakes if m.exercise == number]
     cuda = script.fences[number].cuda
@@ -646,7 +647,7 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     touched = {m: _changed_lines(own, text) for m, text in bodies.items()}
     likeness = {
         m: _likeness(mine, bodies[m])
-        for m in same or (m for m in mistakes if not m.symptom)
+        for m in same or (m for m in mistakes if not m.symptom and not crashed(claims.get(_claim(m.caught_by), [])))
         if _claim(m.caught_by) in claims and touched[m] & _changed_lines(own, mine)
     }
     best = max(likeness, key=lambda m: likeness[m], default=None)
@@ -655,6 +656,11 @@ def nearest_mistake(script: Script, number: str, body: str, failed: Mapping[str,
     telling = re.search(r"\d|^(?!assert |$)", best.symptom)  # many mistakes only report "assert False"
     least = 0.0 if telling else max(_likeness(mine, own), 0.5)  # same symptom, any text
     return best if likeness[best] > least else None
+
+
+def crashed(messages: Iterable[str]) -> bool:
+    """Whether one of the messages is an error of the language: the lines ended before any result was compared."""
+    return any(re.match(r"(Type|Attribute|Name|UnboundLocal)Error\b", message) for message in messages)
 
 
 def _changed_lines(own: str, other: str) -> set[int]:

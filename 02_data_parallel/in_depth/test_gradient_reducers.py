@@ -465,7 +465,7 @@ def test_buckets_leave_in_index_order_whatever_order_gradients_become_ready_in(v
 
 
 class Odd(nn.Module):
-    """A tied pair, a frozen parameter, two branches of which a rank may use one, and one that nobody uses."""
+    """A tied pair, a frozen parameter, two branches of which a rank may use one, and one that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -476,6 +476,7 @@ class Odd(nn.Module):
         self.nobody = nn.Linear(6, 5)
         self.last = nn.Linear(6, 6)
         self.last.weight = self.first.weight
+        self.branches[1].weight = nn.Parameter(self.branches[1].weight.detach().t())  # as its gradient: columns first
         self.frozen.requires_grad_(False)
         self.double()
 

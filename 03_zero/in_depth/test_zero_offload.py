@@ -120,6 +120,19 @@ def test_three_micro_batches_add_up_on_the_host_however_late_the_copies_arrive(r
             assert_same_trace(got, want, rank=rank)
 
 
+def sums_after_a_copy_that_was_left() -> list[Tensor]:
+    model = decoder()
+    zero = offloaded(2, model, sgd(model), dist.group.WORLD, late=True)
+    zero.zero_grad()
+    zero.send_down(0, torch.ones_like(zero.gradients[0]))  # a backward that raises leaves it under way
+    zero.zero_grad()
+    return zero.gradients
+
+
+def test_what_a_failed_backward_has_left_is_not_added_to_the_next_sums():
+    assert not any(gradient.any() for gradient in run_ranks(1, sums_after_a_copy_that_was_left)[0])
+
+
 def shards_and_copies(stage: int) -> Trace:
     row, column = make_groups(2)
     model = decoder()

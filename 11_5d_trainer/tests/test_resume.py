@@ -154,7 +154,7 @@ def run_with_a_growing_scale(words, sizes):
         return run(words, sizes)
 
 
-@pytest.mark.always("fp16")
+@pytest.mark.always("bf16-master", "fp16")
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16"])
 def test_a_resumed_run_in_low_precision_goes_on_bit_by_bit_and_notes_the_same_progress(precision, text, tmp_path):
     words = [*arguments(text, precision=precision, keep=9, zero=2), "--out", str(tmp_path / "run")]
