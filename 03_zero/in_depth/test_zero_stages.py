@@ -91,8 +91,6 @@ def zero_trace(
 ) -> Trace:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     model = build(seed + 100 * rank)  # other weights on each rank: those of the group's rank 0 must win
-    if build is awkward:
-        model.load_state_dict(build(seed).state_dict())  # nobody sends frozen weights
     zero = make(model, sgd(model), group)
     trace = Trace()
     for step in range(3):

@@ -220,7 +220,7 @@ class Zero1:
 
     Gradients are summed over the group, not averaged, because the loss is already divided by the global
     number of tokens. With `master=torch.float32` the optimizer updates an fp32 copy of a bf16 model's shard.
-    A frozen parameter is not changed, a tied one counts once. A trainable parameter without a gradient on any
+    A frozen parameter keeps its value on rank 0, a tied one counts once. A trainable parameter without a gradient on any
     rank has gradient zero (torch's optimizers would skip it; here its weight decays and its momentum fades).
 
     `reduce_dtype=torch.float32` sums a bf16 model's gradients over the ranks in fp32, at twice the bytes.
@@ -328,6 +328,9 @@ class Zero1:
 
     def hold_weights(self) -> None:
         self.flats = [bucket.flatten(self.group) for bucket in self.buckets]
+        for p in self.everything:
+            if p not in self.names:  # a frozen weight is in no bucket
+                dist.broadcast(p.detach(), group_src=0, group=self.group)
 
     def weight_shard(self, index: int) -> Tensor:
         return self.flats[index][self.buckets[index].mine]
