@@ -448,6 +448,8 @@ class Zero1:
         synchronizing backward pass. Until then gradients may not be summed, and `step` and `clip_grad_norm`
         raise.
         """
+        if self.finished and self.stage == 1:  # a second reduction would count this rank's shard twice
+            return
         for index in range(len(self.buckets)):
             if index not in self.launched:
                 self.launch(index)
