@@ -491,6 +491,8 @@ class Zero1:
         dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
         # --- end exercise ---
+        if self.scale is not None:  # a factor that the fused update has yet to apply
+            norm = norm * self.scale.abs()
         self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
