@@ -773,6 +773,8 @@ def forgotten(stage: int, what: str) -> str:
     said = [error_from(RuntimeError, use) for use in uses]
     zero.finish()
     zero.step()  # now it may
+    model.norm.float()
+    said.append(error_from(RuntimeError, zero.step))
     return "|".join(said)
 
 
@@ -782,6 +784,7 @@ def test_step_and_clipping_refuse_while_gradients_are_not_summed(stage, what):
     for said in run_ranks(2, forgotten, stage, what):
         assert said.count("call finish() after backward") == 3, said
         assert f"stage {stage}" in said
+        assert "'norm.weight' was moved or cast" in said
 
 
 def gently_clipped(stage: int) -> tuple[float, float]:

@@ -468,6 +468,16 @@ class Zero1:
                 "use micro_batch(last=...), which does"
             )
 
+    def check_in_place(self) -> None:
+        """RuntimeError if a weight is no longer in its flat buffer, where the update would not reach it."""
+        for flat, bucket in zip(self.flats, self.buckets, strict=True):
+            for p in bucket.params:
+                if p.untyped_storage()._cdata != flat.untyped_storage()._cdata:
+                    raise RuntimeError(
+                        f"{self.names[p]!r} was moved or cast after sharding, so updates would not reach it; move and "
+                        "cast the model first"
+                    )
+
     def gradient_pieces(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter's name, the part of its summed gradient that this rank owns).
 
@@ -521,6 +531,7 @@ class Zero1:
     def step(self) -> None:
         """Update my shards bucket by bucket; a bucket's all-gather overlaps the next bucket's update."""
         self.check_finished()
+        self.check_in_place()
         works: list[Any] = []
         # --- exercise 3.27: update shard by shard, and overlap the all-gathers with the updates ---
         for index in range(len(self.buckets)):
