@@ -169,9 +169,9 @@ def check_full_state(zero: Zero1, weights: dict[str, Tensor], states: dict[str, 
             raise ValueError(f"the state has a weight {name!r}, which this model does not have")
     first = next(iter(zero.names.values()))
     for name, p in zip(zero.names.values(), zero.names, strict=True):
-        if name not in states or states[name].keys() != states[first].keys():
-            kinds = sorted(states.get(name, {}))
-            expected = sorted(states[first])
+        kinds = sorted(states.get(name, {}).keys() - {"master"})  # weights of the master's dtype have none
+        expected = sorted(states[first].keys() - {"master"})
+        if name not in states or kinds != expected:
             raise ValueError(f"the state has {kinds} for {name!r} but {expected} for {first!r}; one step updates all")
         for kind, value in states[name].items():
             if per_element(kind):
