@@ -108,7 +108,7 @@ def goes_on_in(then: torch.dtype | None, first: torch.dtype | None) -> list[floa
     return [state["step"].item() for state in saved["optimizer"].values()]
 
 
-@pytest.mark.parametrize(("then", "first"), [(torch.float32,) * 2])
+@pytest.mark.parametrize(("then", "first"), [(torch.float32,) * 2, (torch.float32, None), (None, torch.float32)])
 def test_weights_of_two_dtypes_go_on_with_their_masters_and_with_others(then, first):
     assert run_ranks(3, goes_on_in, then, first) == [[2.0] * 4] * 3
 

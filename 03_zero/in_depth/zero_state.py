@@ -124,10 +124,12 @@ def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping
         zero.masters[index].copy_(shard_of(zero, index, masters))
         # --- end exercise ---
         first = everything[zero.names[bucket.params[0]]]
+        dtype = zero.masters[index].dtype  # that of the moments, whatever they were saved in
+        dtype = dtype if zero.fused is None else torch.promote_types(dtype, torch.float32)
         kinds = {}
         for kind in first:
             if per_element(kind) and kind != "master":
-                kinds[kind] = shard_of(zero, index, {name: state[kind] for name, state in states.items()})
+                kinds[kind] = shard_of(zero, index, {name: state[kind] for name, state in states.items()}).to(dtype)
             elif kind != "master":
                 kinds[kind] = first[kind]
         inner = zero.inner[index]
