@@ -220,8 +220,9 @@ class Zero1:
 
     Gradients are summed over the group, not averaged, because the loss is already divided by the global
     number of tokens. With `master=torch.float32` the optimizer updates an fp32 copy of a bf16 model's shard.
-    A frozen parameter keeps its value on rank 0, a tied one counts once. A trainable parameter without a gradient on any
-    rank has gradient zero (torch's optimizers would skip it; here its weight decays and its momentum fades).
+    A frozen parameter keeps its value on rank 0, a tied one counts once. A trainable parameter without a gradient
+    on any rank has gradient zero (torch's optimizers would skip it; here its weight decays and its momentum
+    fades).
 
     `reduce_dtype=torch.float32` sums a bf16 model's gradients over the ranks in fp32, at twice the bytes.
     `accumulate_dtype=torch.float32` sums micro-batches in fp32 (a sum of 64 in bf16 is more than twice as far

@@ -55,6 +55,7 @@ from fpdt_store import (
     machine_for,
 )
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Legend of shapes: B batch, S sequence, N query heads, N_kv key/value heads, D head dim; P ranks, u chunks,
 # c = S/u tokens of a chunk, s = c/P of them on a rank, n = N/P heads. A hat in the text is the head-sharded side.
@@ -379,6 +380,7 @@ class FPDTAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple:
         core = ctx.core
         s = dout.shape[1] // ctx.core.u

@@ -62,6 +62,7 @@ from fpdt_store import (
     machine_for,
 )
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 # Legend of shapes: B batch, T = S/P tokens of a rank, H hidden, N query heads, D head dim, F intermediate size, V
@@ -148,6 +149,7 @@ class Chunked(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         run = Gradients(ctx.module, trained=True)
@@ -235,6 +237,7 @@ class Block(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:
         fpdt = ctx.fpdt
         core = ctx.fpdt.core
@@ -418,6 +421,7 @@ class ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
         dh, dweight = ctx.saved_tensors
         # In place: the unscaled ones are not needed.
