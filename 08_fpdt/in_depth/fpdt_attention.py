@@ -414,7 +414,11 @@ def fpdt_attention(group: dist.ProcessGroup, chunks: int, store: Store, kernel: 
         check_sizes(q.shape[1] * P, P, chunks, q.shape[2])
         # Decided here: in `apply` gradients are always off, and needs_input_grad is also true under no_grad.
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        return FPDTAttention.apply(q, copy_kv_heads(k, P), copy_kv_heads(v, P), core, keep)
+        kind = q.device.type
+        if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:  # as for PyTorch's: a norm has widened q, k
+            q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+        with torch.autocast(kind, enabled=False):
+            return FPDTAttention.apply(q, copy_kv_heads(k, P), copy_kv_heads(v, P), core, keep)
 
     return attention
 
