@@ -165,10 +165,11 @@ class Chunked(torch.autograd.Function):
 
 def chunked(module: nn.Module, chunks: int) -> Callable[[Tensor], Tensor]:
     """`module`, which works on single tokens, [B, T, H] -> [B, T, H] in pieces; saves only its input.
-    ValueError under autocast."""
+    ValueError under autocast, and for dropout."""
 
     def run(x: Tensor) -> Tensor:
         refuse_autocast(x)
+        refuse_dropout(module)
         return Chunked.apply(module, chunks, x, *module.parameters())
 
     return run
@@ -179,6 +180,11 @@ def refuse_autocast(x: Tensor) -> None:
     another format. A model in bf16 needs no autocast: sums are in fp32 anyway."""
     if torch.is_autocast_enabled(x.device.type):
         raise ValueError("what runs in chunks knows no autocast: backward runs it again without; use a model in bf16")
+
+
+def refuse_dropout(module: nn.Module) -> None:
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p and m.training for m in module.modules()):
+        raise ValueError("what runs in chunks knows no dropout: backward runs it again with other masks; use p = 0")
 
 
 # -------------------------------------------------------------------------------------------------------- a block
@@ -318,7 +324,7 @@ def fpdt_block(
     finer   pieces of a chunk in the feed-forward
     inputs  a separate store for x, e.g. Store(ResidentMachine(device)) if inputs fit on the device
 
-    A call raises ValueError under autocast, and for token counts that do not divide.
+    A call raises ValueError under autocast, for dropout, and for token counts that do not divide.
     """
     if keep not in ("input", "attention"):
         raise ValueError(f"keep {keep!r} must be input or attention")
@@ -326,6 +332,7 @@ def fpdt_block(
 
     def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         refuse_autocast(x)
+        refuse_dropout(block)
         T = x.shape[1]
         if T % chunks or T // chunks % finer:
             raise ValueError(f"{T} tokens of a rank do not divide into {chunks} chunks of {finer} pieces")

@@ -435,6 +435,22 @@ def test_autocast_which_a_backward_in_chunks_would_not_know_is_refused_with_what
         assert line == "what runs in chunks knows no autocast: backward runs it again without; use a model in bf16"
 
 
+def with_dropout() -> tuple[list[str], Tensor]:
+    block, x = LlamaBlock(32, 4, 2, 48), torch.ones(1, 8, 32)
+    block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.5))
+    calls = (chunked(block.mlp, 2), fpdt_block(block, 2, dist.group.WORLD, Store(CpuMachine())))
+    rest = ((), rope_tables(torch.arange(8), 8))
+    said = [error_from(ValueError, call, x, *more) for call, more in zip(calls, rest, strict=True)]
+    block.eval()  # now there is none
+    return said, calls[0](x) - block.mlp(x)
+
+
+def test_dropout_is_refused_since_backward_would_draw_other_masks():
+    for said, difference in run_ranks(1, with_dropout):
+        assert all("knows no dropout" in line for line in said)
+        assert difference.abs().max() <= 1e-6
+
+
 def second_derivatives() -> list[str]:
     block, group, store, found = LlamaBlock(32, 4, 2, 48), dist.group.WORLD, Store(CpuMachine()), []
     x = torch.ones(1, 8, 32, requires_grad=True)
