@@ -475,7 +475,8 @@ class Offloaded(Partitioned):
             self.events = []
         piece = self.piece(x)
         if piece.numel() > self.host.shape[1]:
-            raise ValueError(f"slots of {self.host.shape[1]} elements are too small for a checkpoint of {piece.numel()}")
+            length = self.host.shape[1]
+            raise ValueError(f"slots of {length} elements are too small for a checkpoint of {piece.numel()}")
         slot = self.free.pop()
         for last in self.order[-1:]:  # its copy has had a layer's time, so free the source
             last.wait_out()
