@@ -238,7 +238,7 @@ class Reducer:
                 f"the gradient of {self.names[param]!r} became final twice in one step: call finish() after each "
                 "backward that sends (also after one that raised), and run other micro-batches inside no_sync()"
             )
-        if param.grad is not None:
+        if param.grad is not None or self.syncing:  # a missing one must not send the last step's sum
             self.into_bucket(param)
         if not self.syncing:
             return

@@ -439,26 +439,30 @@ def test_every_bucket_is_waited_for_and_left_alone_while_it_is_under_way(version
         assert_same_trace(got, want, rank=rank)
 
 
-def ready_in_two_orders(version: str) -> tuple[list[int], dict]:
+def ready_in_two_orders(version: str) -> tuple[list[int], list[dict]]:
     torch.manual_seed(0)
     rank = dist.get_rank()
     parameters = [nn.Parameter(torch.zeros(n)) for n in [7] * 4]  # all of a size: no collective can notice a swap
     options = {"bucket_bytes": 28} if version == "bucketed" else {}
     reducer = VERSIONS[version](parameters, dist.group.WORLD, hooks=False, **options)
-    for i, p in enumerate(parameters):
-        p.grad = torch.full_like(p, 10.0**i * (rank + 1))
-    for p in parameters if rank == 0 else reversed(parameters):
-        reducer.start(p)
-    reducer.finish()
-    return launches(reducer), {str(i): p.grad for i, p in enumerate(parameters)}
+    sums = []
+    for missing in (False, True):  # in the second step rank 1 has no gradients
+        for i, p in enumerate(parameters):
+            p.grad = None if missing and rank == 1 else torch.full_like(p, 10.0**i * (rank + 1))
+        for p in parameters if rank == 0 else reversed(parameters):
+            reducer.start(p)
+        reducer.finish()
+        sums.append({str(i): p.grad.clone() for i, p in enumerate(parameters)})
+    return launches(reducer), sums
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_buckets_leave_in_index_order_whatever_order_gradients_become_ready_in(version):
-    want = {str(i): torch.full((7,), 10.0**i * 3) for i in range(4)}
-    for rank, (order, got) in enumerate(run_ranks(2, ready_in_two_orders, version, timeout=LIMIT)):
+    for rank, (order, sums) in enumerate(run_ranks(2, ready_in_two_orders, version, timeout=LIMIT)):
         assert order == [0, 1, 2, 3]
-        assert_same_named(got, want, tol=0, what="gradient", rank=rank)
+        for got, times in zip(sums, (3, 1), strict=True):
+            want = {str(i): torch.full((7,), 10.0**i * times) for i in range(4)}
+            assert_same_named(got, want, tol=0, what="gradient", rank=rank)
 
 
 # --------------------------------------------------------------------- buckets, and parameters that are not like others

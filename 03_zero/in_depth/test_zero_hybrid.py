@@ -19,10 +19,6 @@ def hybrid_trace(shards: int, stage: int = 3, build=decoder, columns_first: bool
     if columns_first:  # machines that are no consecutive ranks
         row, column = column, row
     model = build(100 * rank)  # other weights on each rank: those of the first must win
-    if build is awkward:
-        model.load_state_dict(build(0).state_dict())  # frozen weights are not sent within a group of shards
-    elif rank == 0:
-        model = build(0)
     zero = make_hybrid(model, sgd(model), row, column, stage=stage, units=model.layers)
     trace = Trace()
     for step in range(3):

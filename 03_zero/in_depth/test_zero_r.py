@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum
 from harness.meter import communication, peak_memory, saved_activations, storage_bytes
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from zero_r import (
     Partitioned,
     Recorder,
     Replicated,
+    _FromParallel,
+    _ToParallel,
     all_reduce_fused,
     all_reduce_through,
     configuration_table,
@@ -273,6 +275,18 @@ def test_an_input_without_gradient_is_refused_since_the_weights_would_get_none()
         assert recompute(lambda x: 2 * x, torch.ones(2), Replicated()).tolist() == [2.0, 2.0]
 
 
+def second_derivatives() -> list[str]:
+    x, group, found = torch.ones(4, requires_grad=True), dist.group.WORLD, []
+    for y in (recompute(torch.exp, x, Replicated()), _ToParallel.apply(x, group), _FromParallel.apply(x, group)):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append(error_from(RuntimeError, dx.sum().backward))
+    return found
+
+
+def test_a_second_derivative_is_refused():
+    assert all("once_differentiable" in said for said in run_ranks(1, second_derivatives)[0])
+
+
 # ----------------------------------------------------------------------------------------------------------- offloading
 
 
@@ -340,10 +354,11 @@ def test_a_slot_is_not_reused_before_its_way_back_has_ended():
     assert run_ranks(1, slot_while_copying_back) == [True]
 
 
-def too_many() -> None:
+def too_many() -> str:
     keeper = Offloaded(dist.group.WORLD, 1, 4, torch.float32)
+    too_long = error_from(ValueError, keeper.keep, torch.ones(5))
     keeper.keep(torch.ones(4))
-    keeper.keep(torch.ones(4))
+    return too_long + error_from(ValueError, keeper.keep, torch.ones(4))
 
 
 def thrown_away() -> tuple[int, int]:
@@ -362,8 +377,9 @@ def test_a_forward_that_is_thrown_away_gives_its_slots_back():
 
 
 def test_a_host_buffer_that_is_too_small_says_so():
-    with pytest.raises(AssertionError, match="host buffer of 1 checkpoints is full; give it one slot for each layer"):
-        run_ranks(1, too_many)
+    (said,) = run_ranks(1, too_many)
+    assert "too small for a checkpoint of 5" in said
+    assert "host buffer of 1 checkpoints is full; give it one slot for each layer" in said
 
 
 # ------------------------------------------------------------------------------------------------------ configurations

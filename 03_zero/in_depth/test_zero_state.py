@@ -17,7 +17,7 @@ from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named
 from harness.report import ROOT
 from test_zero_stages import awkward, decoder, in_two_groups, mean_loss, whole_batch, with_momentum
-from torch import Tensor
+from torch import Tensor, nn
 from zero3 import make_zero
 from zero_state import FullState, full_state_dict, gathered_states, load_buckets, load_full_state_dict, main, shard_of
 
@@ -88,6 +88,29 @@ def test_a_bf16_run_resumes_from_its_master_weights_bit_by_bit(stage):
     assert saved["weights"]["norm.weight"].dtype == torch.bfloat16
     resumed = run_ranks(2, run, stage, range(2, 4), saved, dtype=torch.bfloat16)[0]
     compare(resumed, straight, tol=0.0)
+
+
+def goes_on_in(then: torch.dtype | None, first: torch.dtype | None) -> list[float]:
+    """The counters after a step with masters of `first`, and, loaded, one with masters of `then`."""
+    saved: FullState = {}
+    for master in (first, then):
+        model = nn.ModuleList([nn.Linear(5, 5, dtype=torch.bfloat16), nn.Linear(5, 1)])
+        zero = make_zero(1, model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, master=master)
+        if saved:
+            load_full_state_dict(zero, saved)
+        zero.zero_grad()
+        with zero.micro_batch(last=True):
+            torch.stack([p.float().square().sum() for p in model.parameters()]).sum().backward()
+        zero.step()
+        saved = full_state_dict(zero)
+    for name, p in model.named_parameters():
+        assert saved["optimizer"][name]["exp_avg"].dtype == (then or p.dtype)
+    return [state["step"].item() for state in saved["optimizer"].values()]
+
+
+@pytest.mark.parametrize(("then", "first"), [(torch.float32,) * 2, (torch.float32, None), (None, torch.float32)])
+def test_weights_of_two_dtypes_go_on_with_their_masters_and_with_others(then, first):
+    assert run_ranks(3, goes_on_in, then, first) == [[2.0] * 4] * 3
 
 
 def loaded_untouched(stage: int, state: FullState) -> FullState:

@@ -357,6 +357,9 @@ class Zero3(Zero2):
         self.drop_all()  # gathered weights would be out of date after the update
         super().step()
 
+    def check_in_place(self) -> None:
+        """Does nothing: a weight without values cannot be moved."""
+
     def arrive(self) -> None:
         """Drop gathered units: loading a state changes the shards only."""
         self.drop_all()

@@ -107,6 +107,7 @@ class Overlapped1(Zero1):
     def step(self) -> None:
         """Update my shards and start their all-gathers, in the order in which forward will need them."""
         self.check_finished()
+        self.check_in_place()
         self.arrive()  # without a forward in between: an update must not write what is still being sent
         self.log = []
         # --- exercise 3.52: which weights does forward need first? And where is the wait? ---

@@ -83,6 +83,7 @@ from _zero_demo import (
     worst_of,
 )
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -473,6 +474,9 @@ class Offloaded(Partitioned):
         if not self.order:  # the first layer of a forward
             self.events = []
         piece = self.piece(x)
+        if piece.numel() > self.host.shape[1]:
+            length = self.host.shape[1]
+            raise ValueError(f"slots of {length} elements are too small for a checkpoint of {piece.numel()}")
         slot = self.free.pop()
         for last in self.order[-1:]:  # its copy has had a layer's time, so free the source
             last.wait_out()
@@ -539,6 +543,7 @@ class _Recompute(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x = ctx.keeper.restore(*ctx.saved_tensors, ctx.rest).detach().requires_grad_()
         # --- exercise 3.42: the layer once more, with the random numbers of the first time, and backward through it ---
@@ -578,6 +583,7 @@ class _ToParallel(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
@@ -594,6 +600,7 @@ class _FromParallel(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0], None
 

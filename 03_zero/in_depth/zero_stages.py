@@ -220,8 +220,9 @@ class Zero1:
 
     Gradients are summed over the group, not averaged, because the loss is already divided by the global
     number of tokens. With `master=torch.float32` the optimizer updates an fp32 copy of a bf16 model's shard.
-    A frozen parameter is not changed, a tied one counts once. A trainable parameter without a gradient on any
-    rank has gradient zero (torch's optimizers would skip it; here its weight decays and its momentum fades).
+    A frozen parameter keeps its value on rank 0, a tied one counts once. A trainable parameter without a gradient
+    on any rank has gradient zero (torch's optimizers would skip it; here its weight decays and its momentum
+    fades).
 
     `reduce_dtype=torch.float32` sums a bf16 model's gradients over the ranks in fp32, at twice the bytes.
     `accumulate_dtype=torch.float32` sums micro-batches in fp32 (a sum of 64 in bf16 is more than twice as far
@@ -328,6 +329,9 @@ class Zero1:
 
     def hold_weights(self) -> None:
         self.flats = [bucket.flatten(self.group) for bucket in self.buckets]
+        for p in self.everything:
+            if p not in self.names:  # a frozen weight is in no bucket
+                dist.broadcast(p.detach(), group_src=0, group=self.group)
 
     def weight_shard(self, index: int) -> Tensor:
         return self.flats[index][self.buckets[index].mine]
@@ -445,6 +449,8 @@ class Zero1:
         synchronizing backward pass. Until then gradients may not be summed, and `step` and `clip_grad_norm`
         raise.
         """
+        if self.finished and self.stage == 1:  # a second reduction would count this rank's shard twice
+            return
         for index in range(len(self.buckets)):
             if index not in self.launched:
                 self.launch(index)
@@ -462,6 +468,16 @@ class Zero1:
                 f"stage {self.stage}: gradients are not summed yet; call finish() after backward, on every rank, or "
                 "use micro_batch(last=...), which does"
             )
+
+    def check_in_place(self) -> None:
+        """RuntimeError if a weight is no longer in its flat buffer, where the update would not reach it."""
+        for flat, bucket in zip(self.flats, self.buckets, strict=True):
+            for p in bucket.params:
+                if p.untyped_storage()._cdata != flat.untyped_storage()._cdata:
+                    raise RuntimeError(
+                        f"{self.names[p]!r} was moved or cast after sharding, so updates would not reach it; move and "
+                        "cast the model first"
+                    )
 
     def gradient_pieces(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter's name, the part of its summed gradient that this rank owns).
@@ -486,6 +502,8 @@ class Zero1:
         dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
         # --- end exercise ---
+        if self.scale is not None:  # a factor that the fused update has yet to apply
+            norm = norm * self.scale.abs()
         self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
@@ -514,6 +532,7 @@ class Zero1:
     def step(self) -> None:
         """Update my shards bucket by bucket; a bucket's all-gather overlaps the next bucket's update."""
         self.check_finished()
+        self.check_in_place()
         works: list[Any] = []
         # --- exercise 3.27: update shard by shard, and overlap the all-gathers with the updates ---
         for index in range(len(self.buckets)):

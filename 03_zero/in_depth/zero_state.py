@@ -124,10 +124,12 @@ def load_buckets(zero: Zero1, weights: Mapping[str, Tensor], everything: Mapping
         zero.masters[index].copy_(shard_of(zero, index, masters))
         # --- end exercise ---
         first = everything[zero.names[bucket.params[0]]]
+        dtype = zero.masters[index].dtype  # that of the moments, whatever they were saved in
+        dtype = dtype if zero.fused is None else torch.promote_types(dtype, torch.float32)
         kinds = {}
         for kind in first:
             if per_element(kind) and kind != "master":
-                kinds[kind] = shard_of(zero, index, {name: state[kind] for name, state in states.items()})
+                kinds[kind] = shard_of(zero, index, {name: state[kind] for name, state in states.items()}).to(dtype)
             elif kind != "master":
                 kinds[kind] = first[kind]
         inner = zero.inner[index]
@@ -169,9 +171,9 @@ def check_full_state(zero: Zero1, weights: dict[str, Tensor], states: dict[str, 
             raise ValueError(f"the state has a weight {name!r}, which this model does not have")
     first = next(iter(zero.names.values()))
     for name, p in zip(zero.names.values(), zero.names, strict=True):
-        if name not in states or states[name].keys() != states[first].keys():
-            kinds = sorted(states.get(name, {}))
-            expected = sorted(states[first])
+        kinds = sorted(states.get(name, {}).keys() - {"master"})  # weights of the master's dtype have none
+        expected = sorted(states[first].keys() - {"master"})
+        if name not in states or kinds != expected:
             raise ValueError(f"the state has {kinds} for {name!r} but {expected} for {first!r}; one step updates all")
         for kind, value in states[name].items():
             if per_element(kind):

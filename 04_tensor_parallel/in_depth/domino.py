@@ -382,7 +382,7 @@ def through(x: Tensor, blocks: Sequence[HalvedBlock], cos: Tensor, sin: Tensor, 
         for name in ("self_attn", "mlp"):
             if has_hooks(block.get_submodule(name)):
                 raise ValueError(f"block {i}: {name} has hooks, but the halves only call its layers; hook these")
-    parameters = [p for block in blocks for p in block.parameters()]
+    parameters = list(dict.fromkeys(p for block in blocks for p in block.parameters()))  # blocks may share weights
     keep = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
     return InHalves.apply(x, Run(blocks, cos, sin, log or (lambda event: None), keep), *parameters)
 

@@ -64,6 +64,7 @@ from parallel_linear import (
     weight_gradients,
 )
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Legend of shapes: B batch, S sequence, H hidden, t ranks of the tensor group. S/t is S sharded over that group.
 Log = Callable[[str], object]  # receives the events in order
@@ -94,6 +95,7 @@ class Overlapped(torch.autograd.Function):
         return products(whole, weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         tp = ctx.tp
@@ -223,6 +225,7 @@ class RingColumn(torch.autograd.Function):
         return tuple(output.flatten(1, 2) for output in outputs)  # [B, t, S/t, out/t] -> [B, S, out/t]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         chunks = [dy.unflatten(1, (ctx.tp.size, -1)) for dy in grads]  # [B, t, S/t, out/t]
@@ -258,6 +261,7 @@ class RingRow(torch.autograd.Function):
         return scattered(share, tp.group, log)  # [B, S/t, out]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dz: Tensor):
         y, weight = ctx.saved_tensors
         chunks = y.unflatten(1, (ctx.tp.size, -1))

@@ -49,6 +49,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _tensor_parallel_demo import OneLineParser, Report, Wire, kept_for_backward, launch, tokens_of_text
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 # Legend of shapes: B batch, S sequence, H hidden, F intermediate size, t ranks of the tensor group. S/t is S sharded
 # over that group. Weights are [out, in] as in nn.Linear, so the paper's A by columns is split in dim 0.
@@ -100,6 +101,7 @@ class Conjugate(torch.autograd.Function):
         return forward(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         return ctx.send_back(grad, ctx.group), None, None, None
 
@@ -197,6 +199,7 @@ class GatherAgain(torch.autograd.Function):
         return products(whole, weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         dw = weight_gradients(grads, all_gather(x, ctx.group))  # frees the gathered x before dx is computed

@@ -69,6 +69,7 @@ from parallel_linear import (
     shards,
 )
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 # Legend of shapes: B batch, S sequence, H hidden, V vocabulary, L layers, t ranks of the tensor group; V/t rounds up.
@@ -138,6 +139,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         softmax, column, here, labels = ctx.saved_tensors
         weight = grad * (labels != IGNORE)  # [B, S]

@@ -60,13 +60,15 @@ def blocks_of(halved: bool, group: dist.ProcessGroup, sequence: bool, count: int
     return blocks
 
 
-def one_run(halved: bool, group: dist.ProcessGroup, sequence: bool, cos: Tensor = COS, sin: Tensor = SIN, wrap=None):
-    """Output, gradient of x, and all gradients of weights of two blocks."""
+def one_run(
+    halved: bool, group: dist.ProcessGroup, sequence: bool, cos: Tensor = COS, sin: Tensor = SIN, wrap=None, again=0
+):
+    """Output, gradient of x, and all gradients of weights of two blocks, of which the first `again` run twice."""
     blocks = blocks_of(halved, group, sequence)
     t, rank = dist.get_world_size(group), dist.get_rank(group)
     mine = Shard(S, 1, t, rank).cut if sequence else (lambda y: y)
     x = mine(numbers(ROWS, S, SMALL.hidden)).clone().requires_grad_()
-    run = partial(in_halves if halved else one_by_one, blocks=list(blocks), cos=cos, sin=sin)
+    run = partial(in_halves if halved else one_by_one, blocks=[*blocks, *blocks[:again]], cos=cos, sin=sin)
     z = wrap(run, x) if wrap else run(x)
     z.backward(mine(numbers(ROWS, S, SMALL.hidden, seed=1)))
     sync_replicated_gradients(blocks, group)
@@ -82,8 +84,8 @@ def same_numbers(slices: bool) -> None:
     by_row = rope_tables(torch.arange(S) + torch.tensor([[0], [5], [2]]), SMALL.hidden // SMALL.heads, 10000.0)
     for layout, sequence in LAYOUTS.items():
         for tables in ((COS, SIN), by_row) if dist.get_world_size(group) == 2 else ((COS, SIN),):
-            want = one_run(False, group, sequence, *tables)
-            got = one_run(True, group, sequence, *tables)
+            want = one_run(False, group, sequence, *tables, again=1)
+            got = one_run(True, group, sequence, *tables, again=1)
             assert_same_named(got, want, 1e-12, f"in halves of 2 rows and 1, {layout} parallel,", dist.get_rank())
 
 

@@ -21,7 +21,7 @@ from harness.reference import assert_same_named
 from overlap import VERSIONS, Cluster, block_time, column_overlapped, column_ring, gathered, row_ring, scattered
 from parallel_block import Config, ParallelBlock, Parts, block_weights, rope_tables, sync_replicated_gradients
 from parallel_linear import Shard, TensorParallel, reduce_scatter
-from parallel_llama import load_full_state_dict
+from parallel_llama import load_full_state_dict, vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -297,6 +297,23 @@ def test_what_a_version_cannot_do_it_refuses_with_the_one_that_can():
     linear, column, row, uneven = run_ranks(2, refusals)[0]
     assert "use column_simple" in linear and "column_overlapped" in column and "row_simple" in row
     assert uneven.endswith("use a multiple of 2")
+
+
+def second_derivatives() -> list[str]:
+    x, found = numbers(1, 4, 6).requires_grad_(), []
+    outputs = [vocab_parallel_cross_entropy(x, torch.zeros(1, 4, dtype=torch.long), 12, dist.group.WORLD)]
+    for sequence in (False, True):
+        for column, row in (VERSIONS[version] for version in available(sequence)):
+            tp = TensorParallel(dist.group.WORLD, sequence, column=column, row=row)
+            outputs.append(row(*column(x, [numbers(4, 6)], tp, F.linear), numbers(6, 4), tp, F.linear))
+    for y in outputs:
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append(error_from(RuntimeError, dx.sum().backward))
+    return found
+
+
+def test_a_second_derivative_is_refused_since_it_would_lack_the_other_ranks_terms():
+    assert all("once_differentiable" in said for said in run_ranks(2, second_derivatives)[0])
 
 
 CLUSTER = Cluster(gpus_per_node=8, inside=450e9, nic=50e9, latency=10e-6, flops=400e12)

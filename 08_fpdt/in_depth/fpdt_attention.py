@@ -55,6 +55,7 @@ from fpdt_store import (
     machine_for,
 )
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Legend of shapes: B batch, S sequence, N query heads, N_kv key/value heads, D head dim; P ranks, u chunks,
 # c = S/u tokens of a chunk, s = c/P of them on a rank, n = N/P heads. A hat in the text is the head-sharded side.
@@ -379,6 +380,7 @@ class FPDTAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple:
         core = ctx.core
         s = dout.shape[1] // ctx.core.u
@@ -412,7 +414,11 @@ def fpdt_attention(group: dist.ProcessGroup, chunks: int, store: Store, kernel: 
         check_sizes(q.shape[1] * P, P, chunks, q.shape[2])
         # Decided here: in `apply` gradients are always off, and needs_input_grad is also true under no_grad.
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        return FPDTAttention.apply(q, copy_kv_heads(k, P), copy_kv_heads(v, P), core, keep)
+        kind = q.device.type
+        if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:  # as for PyTorch's: a norm has widened q, k
+            q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+        with torch.autocast(kind, enabled=False):
+            return FPDTAttention.apply(q, copy_kv_heads(k, P), copy_kv_heads(v, P), core, keep)
 
     return attention
 

@@ -62,6 +62,7 @@ from fpdt_store import (
     machine_for,
 )
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 # Legend of shapes: B batch, T = S/P tokens of a rank, H hidden, N query heads, D head dim, F intermediate size, V
@@ -148,6 +149,7 @@ class Chunked(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         run = Gradients(ctx.module, trained=True)
@@ -163,10 +165,11 @@ class Chunked(torch.autograd.Function):
 
 def chunked(module: nn.Module, chunks: int) -> Callable[[Tensor], Tensor]:
     """`module`, which works on single tokens, [B, T, H] -> [B, T, H] in pieces; saves only its input.
-    ValueError under autocast."""
+    ValueError under autocast, and for dropout."""
 
     def run(x: Tensor) -> Tensor:
         refuse_autocast(x)
+        refuse_dropout(module)
         return Chunked.apply(module, chunks, x, *module.parameters())
 
     return run
@@ -177,6 +180,11 @@ def refuse_autocast(x: Tensor) -> None:
     another format. A model in bf16 needs no autocast: sums are in fp32 anyway."""
     if torch.is_autocast_enabled(x.device.type):
         raise ValueError("what runs in chunks knows no autocast: backward runs it again without; use a model in bf16")
+
+
+def refuse_dropout(module: nn.Module) -> None:
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p and m.training for m in module.modules()):
+        raise ValueError("what runs in chunks knows no dropout: backward runs it again with other masks; use p = 0")
 
 
 # -------------------------------------------------------------------------------------------------------- a block
@@ -235,6 +243,7 @@ class Block(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:
         fpdt = ctx.fpdt
         core = ctx.fpdt.core
@@ -315,7 +324,7 @@ def fpdt_block(
     finer   pieces of a chunk in the feed-forward
     inputs  a separate store for x, e.g. Store(ResidentMachine(device)) if inputs fit on the device
 
-    A call raises ValueError under autocast, and for token counts that do not divide.
+    A call raises ValueError under autocast, for dropout, and for token counts that do not divide.
     """
     if keep not in ("input", "attention"):
         raise ValueError(f"keep {keep!r} must be input or attention")
@@ -323,6 +332,7 @@ def fpdt_block(
 
     def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         refuse_autocast(x)
+        refuse_dropout(block)
         T = x.shape[1]
         if T % chunks or T // chunks % finer:
             raise ValueError(f"{T} tokens of a rank do not divide into {chunks} chunks of {finer} pieces")
@@ -418,6 +428,7 @@ class ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
         dh, dweight = ctx.saved_tensors
         # In place: the unscaled ones are not needed.

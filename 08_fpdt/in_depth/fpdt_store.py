@@ -214,6 +214,9 @@ class Store:
         waiting = self.pool.get((shape, dtype))
         if not waiting:
             if self.host_limit is not None and self.allocated + size > self.host_limit:
+                self.pool.clear()  # of other shapes, from batches of another length
+                self.allocated = self.host_bytes
+            if self.host_limit is not None and self.allocated + size > self.host_limit:
                 raise MemoryError(f"the host store would need {self.allocated + size:,} of {self.host_limit:,} bytes")
             self.allocated += size
         self.host_bytes += size

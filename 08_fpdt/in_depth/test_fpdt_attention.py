@@ -162,6 +162,18 @@ def test_the_fused_kernel_gives_what_the_explicit_one_does():
             assert_same(got, want, what=name)
 
 
+def under_autocast() -> tuple[Tensor, Tensor]:
+    q, k, v, _ = tensors((4, 1), dtype=torch.float32)
+    attention = fpdt_attention(dist.group.WORLD, 4, Store(CpuMachine()))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attention(q, k, v.bfloat16(), causal=True)
+    return got, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True)
+
+
+def test_autocast_casts_what_a_norm_has_widened():
+    assert all(torch.equal(got, want) and got.dtype == want.dtype for got, want in run_ranks(1, under_autocast))
+
+
 def low_precision() -> list[float]:
     """Errors of dq, dk, dv against float64: one chunk, then sixteen."""
     group, want = dist.group.WORLD, gradients(written_out, *tensors((4, 1)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _fpdt_demo import IGNORE, Llama, LlamaBlock, batch, rope_tables, settled
-from fpdt_attention import fpdt_positions
+from fpdt_attention import fpdt_attention, fpdt_positions
 from fpdt_costs import Sizes, block_link_bytes, feed_forward_peak, link_bytes, loss_peak, model_host_peak
 from fpdt_model import (
     Gradients,
@@ -26,7 +26,7 @@ from fpdt_model import (
 )
 from fpdt_store import CpuMachine, DeviceMemory, Race, Store, Watch
 from harness.meter import peak_memory, saved_activations
-from harness.programs import refusal
+from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
 from test_fpdt_store import FAKE, HERE, Forgetful, with_a_stand_in
@@ -433,6 +433,41 @@ def under_autocast() -> list[str]:
 def test_autocast_which_a_backward_in_chunks_would_not_know_is_refused_with_what_to_use_instead():
     for line in run_ranks(1, under_autocast)[0]:
         assert line == "what runs in chunks knows no autocast: backward runs it again without; use a model in bf16"
+
+
+def with_dropout() -> tuple[list[str], Tensor]:
+    block, x = LlamaBlock(32, 4, 2, 48), torch.ones(1, 8, 32)
+    block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.5))
+    calls = (chunked(block.mlp, 2), fpdt_block(block, 2, dist.group.WORLD, Store(CpuMachine())))
+    rest = ((), rope_tables(torch.arange(8), 8))
+    said = [error_from(ValueError, call, x, *more) for call, more in zip(calls, rest, strict=True)]
+    block.eval()  # now there is none
+    return said, calls[0](x) - block.mlp(x)
+
+
+def test_dropout_is_refused_since_backward_would_draw_other_masks():
+    for said, difference in run_ranks(1, with_dropout):
+        assert all("knows no dropout" in line for line in said)
+        assert difference.abs().max() <= 1e-6
+
+
+def second_derivatives() -> list[str]:
+    block, group, store, found = LlamaBlock(32, 4, 2, 48), dist.group.WORLD, Store(CpuMachine()), []
+    x = torch.ones(1, 8, 32, requires_grad=True)
+    q = x.unflatten(-1, (4, 8))
+    for y in (
+        chunked(block.input_layernorm, 2)(x),
+        fpdt_block(block, 2, group, store)(x, *rope_tables(torch.arange(8), 8)),
+        chunked_loss(x, torch.ones(5, 32), torch.ones(1, 8, dtype=torch.long), 2),
+        fpdt_attention(group, 2, store)(q, q, q, causal=True),
+    ):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append(error_from(RuntimeError, dx.sum().backward))
+    return found
+
+
+def test_a_second_derivative_is_refused():
+    assert all("once_differentiable" in said for said in run_ranks(1, second_derivatives)[0])
 
 
 def bytes_waiting(keep: str) -> list[tuple[int, int, float]]:

@@ -98,6 +98,18 @@ def test_the_device_holds_two_slots_however_many_chunks_there_are():
         assert (meter.peak, memory.peak, memory.current) == (2 * 32, 2 * 32, 0)
 
 
+def test_free_buffers_of_another_shape_make_room_for_new_ones():
+    store = Store(CpuMachine(), host_limit=100)
+    for length in (10, 12):  # 4 bytes each, in turn
+        kept = store.offload(torch.zeros(length))
+        store.drop(store.offload(torch.zeros(length)))
+        store.drop(kept)
+        assert (store.host_bytes, store.allocated) == (0, 2 * 4 * length)
+    store.offload(torch.zeros(12))
+    with pytest.raises(MemoryError, match="would need 104 of 100 bytes"):
+        store.offload(torch.zeros(14))
+
+
 def test_a_device_of_limited_size_refuses_what_does_not_fit():
     with pytest.raises(MemoryError, match="of 100 bytes"), DeviceMemory(100):
         keep = [torch.zeros(20) for _ in range(2)]
