@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 from unittest.mock import patch
@@ -284,8 +285,11 @@ def test_a_gradient_shares_no_memory_with_another_so_that_who_takes_it_away_can_
 def refusals() -> list[str]:
     x, weight = numbers(1, 4, 6), numbers(4, 6)
     plain, split = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
+    other = partial(F.linear)
     calls = (
-        lambda: column_overlapped(x, [weight], plain, lambda x, w: F.linear(x, w)),
+        lambda: column_overlapped(x, [weight], plain, other),
+        lambda: column_ring(x, [weight], split, other),
+        lambda: row_ring(x, weight, split, other),
         lambda: column_ring(x, [weight], plain, F.linear),
         lambda: row_ring(x, weight, plain, F.linear),
         lambda: row_ring(numbers(1, 3, 6), weight, split, F.linear),
@@ -294,8 +298,8 @@ def refusals() -> list[str]:
 
 
 def test_what_a_version_cannot_do_it_refuses_with_the_one_that_can():
-    linear, column, row, uneven = run_ranks(2, refusals)[0]
-    assert "use column_simple" in linear and "column_overlapped" in column and "row_simple" in row
+    *linear, column, row, uneven = run_ranks(2, refusals)[0]
+    assert all("use column_simple" in said for said in linear) and "column_overlapped" in column and "row_simple" in row
     assert uneven.endswith("use a multiple of 2")
 
 

@@ -446,6 +446,11 @@ def test_the_held_out_samples_of_a_mixture_are_those_of_its_sources_once_each():
     firsts = tokens[:, 0].tolist()
     assert len(set(firsts)) == len(firsts) and sorted(n for n in firsts if n >= 1000) == [1000, 1004, 1008, 1012, 1016]
     assert abs(sum(n < 1000 for n in firsts) - 20) <= 6
+    dp = len(firsts) - 1  # one sample more than ranks: a rank with fewer micro-batches would keep the others waiting
+    shared = [[*sampler.held_out(40, 1, rank, dp)] for rank in range(dp)]
+    assert {len(batches) for batches in shared} == {2}
+    found = [tokens[0, 0].item() for batches in shared for tokens, labels in batches if (labels != IGNORE).any()]
+    assert sorted(found) == sorted(firsts)
 
 
 @pytest.fixture
