@@ -294,20 +294,20 @@ def test_a_llama_that_does_not_say_its_key_value_heads_has_as_many_as_heads(tmp_
     assert sizes.kv_heads == sizes.heads and sizes.norm_eps == 1e-6
 
 
-@pytest.mark.prove
-def test_the_masters_of_a_bf16_run_begin_and_end_in_fp32(text, tmp_path):
+@pytest.mark.always("1---zero 1")
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "--zero 1"), (2, "--zero 3"), (4, "--tp 2 --zero 2")])
+def test_the_masters_of_a_bf16_run_begin_and_end_in_fp32(ranks, layout, text, tmp_path):
     folder = new_model(tmp_path / "model")
     sent = load_file(tmp_path / "model" / "model.safetensors")
-    for ranks, layout in ((1, "--zero 1"), (2, "--zero 3"), (4, "--tp 2 --zero 2")):
-        words = [*arguments(text, steps=1, warmup=0, precision="bf16-master", lr=1e-30, min_lr=0), "--init", folder]
-        _, run_folder = run_ranks(ranks, run, [*words, *layout.split(), "--out", str(tmp_path / f"run{ranks}")], {})[0]
-        hf.export(run_folder, str(tmp_path / "out"), torch.float32)
-        back = load_file(tmp_path / "out" / "model.safetensors")
-        assert back.keys() == sent.keys()
-        assert all(torch.equal(back[name], sent[name]) for name in sent), layout
-        hf.export(run_folder, str(tmp_path / "out"))  # in the run's own precision
-        back = load_file(tmp_path / "out" / "model.safetensors")
-        assert all(torch.equal(back[name], sent[name].bfloat16()) for name in sent), layout
+    words = [*arguments(text, steps=1, warmup=0, precision="bf16-master", lr=1e-30, min_lr=0), "--init", folder]
+    _, run_folder = run_ranks(ranks, run, [*words, *layout.split(), "--out", str(tmp_path / "run")], {})[0]
+    hf.export(run_folder, str(tmp_path / "out"), torch.float32)
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == sent.keys()
+    assert all(torch.equal(back[name], sent[name]) for name in sent)
+    hf.export(run_folder, str(tmp_path / "out"))  # in the run's own precision
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(back[name], sent[name].bfloat16()) for name in sent)
 
 
 def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
