@@ -96,6 +96,7 @@ def test_bytes_on_the_network_are_those_of_whole_heads_for_any_ranks_and_kv_head
         repeated = next(n for n in itertools.count(kv_heads, kv_heads) if n % P == 0)
         of_a_rank = 2 * P * kv_heads // P + 2 * repeated // P  # q and output; k and v
         z = Sizes(16 * P, P, u, heads=P * kv_heads, kv_heads=kv_heads, head_dim=3)
+        assert z.n_kv * P == repeated, z
         assert network_bytes(z) == (P - 1) * of_a_rank * 16 * 3 * 2, z
 
 

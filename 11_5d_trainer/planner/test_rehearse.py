@@ -512,6 +512,17 @@ def test_a_collective_hides_behind_what_is_computed_before_its_wait_and_the_rest
     assert sums == [(5, 13), (5, 13)]
 
 
+@pytest.mark.parametrize(("ranks", "seconds"), [((6, 7), 1), ((0, 8), 2)])
+def test_a_message_is_as_far_as_its_ranks_in_the_world(ranks, seconds):
+    """8 bytes, 8 or 4 a second; a node has ranks 0 to 7."""
+    near = cluster(gpus_per_node=8, inside_gb_per_s=8e-9, outside_gb_per_s=4e-9)
+    both = {
+        rank: timed(rank, (0, op(name, ranks, numel=2, peer=peer)), (0, 0))
+        for rank, name, peer in zip(ranks, ("send", "recv"), (1, 0), strict=True)
+    }
+    assert on_the_clock(both, lambda rank: rank, "nccl", near).seconds == seconds
+
+
 def test_collectives_of_one_group_come_one_after_the_other_and_of_two_groups_at_once():
     a = op("all_reduce", (0, 1), numel=2)
     b = dataclasses.replace(a, group=(2, (0, 1)))
