@@ -56,6 +56,15 @@ def pytest_configure(config):
         os.environ["RANKS_UNIT"] = str(unit)
 
 
+def pytest_collection(session):
+    """Begin in another place than the other workers. In a fresh clone pytest compiles each module of tests when it is
+    first imported: so each worker compiles a part, and finds the others."""
+    if worker := getattr(session.config, "workerinput", None):
+        folders = session.config.args
+        first = len(folders) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        session.config.args = folders[first:] + folders[:first]
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out what was not asked for, and start what takes long first, so that no worker is alone at the end."""
     chapter = config.getoption("--chapter")
@@ -78,7 +87,7 @@ def pytest_collection_modifyitems(config, items):
     if wrong := [f"{name}: {sorted(ids)}" for (_, name), ids in missing.items() if ids and not prove]:
         raise pytest.UsageError(f"no such parameters as `always` names: {', '.join(wrong)}")
     config.hook.pytest_deselected(items=left)
-    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
+    items[:] = sorted(chosen, key=lambda item: (item.get_closest_marker("long") is None, item.path))
 
 
 def skip_for_want_of_triton(error):

@@ -194,6 +194,8 @@ def test_what_cannot_be_run_is_refused_in_one_line(options, commit, line, monkey
     for name in ("CUDA_VISIBLE_DEVICES", "COMMIT", "CONTENTS"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(gpu, "commit_of", lambda root: commit)
+    if "--commit" in options:  # what the probe says here is known from the case without
+        monkeypatch.setattr(gpu, "PROBE", "raise RuntimeError")
     try:
         code = gpu.main(options)
     except SystemExit as stop:
