@@ -35,6 +35,7 @@ from harness.fences import Fence
 from harness.mutations import Mistake, mistakes_of, tables
 
 LEVELS = ("easy", "medium", "hard")
+IN_A_PART_OF_THE_WORLD = r"_slices_of_the_world|_the_given_group_only|_of_the_groups?_"  # in the name of a test
 
 
 class CourseError(ValueError):
@@ -125,8 +126,9 @@ class Chapter:
 
     def more(self, number: str, most: int = 3) -> list[str]:
         """More tests that run an exercise, besides those that catch its mistakes: the README's decisive ones,
-        and up to `most` in all. First those that catch other mistakes, then the nearest; no long ones."""
-        script, _ = self.exercises[number]
+        for lines with a group one in which the world is larger, and up to `most` in all. First those that catch
+        other mistakes, then the nearest; no long ones."""
+        script, fence = self.exercises[number]
         known = {_claim(mistake.caught_by) for mistake in script.mistakes}
         own = {_claim(test) for test in script.catching(number)}
         running = [test for test in self.running(number) if test not in own]
@@ -135,6 +137,8 @@ class Chapter:
             caught = [] if bracket else own  # other parameters of a test that catches mistakes may be named
             tests = [test for test in self.running(number) if test not in (*caught, *script.catching(number))]
             decisive += [f"{test}{bracket}{parameters}" for test in tests if test.partition("::")[2].startswith(name)]
+        if re.search(r"\bgroup\b", fence.body):
+            decisive += [test for test in running if re.search(IN_A_PART_OF_THE_WORLD, test)]
         decisive = [test for test in dict.fromkeys(decisive) if test not in script.catching(number)]
         there = {_claim(test) for test in decisive}
         marks = "prove|long|as_written"
