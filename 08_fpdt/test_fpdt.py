@@ -299,6 +299,7 @@ def peaks_of_one_and_three_pairs() -> list[int]:
 def test_scores_of_one_pair_are_freed_before_those_of_the_next_are_allocated():
     one, three = run_ranks(1, peaks_of_one_and_three_pairs)[0]
     scores = 2 * 128 * 64 * 8
+    assert one < 1.75 * scores, "the probabilities do not take the place of the scores"
     assert three - one < scores / 2, f"{scores} bytes of scores are still allocated while the next are computed"
 
 
