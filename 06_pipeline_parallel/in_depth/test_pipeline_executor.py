@@ -778,7 +778,11 @@ def odd_outputs(how):
             x = torch.arange(24.0, dtype=DOUBLE).view(3, 2, 4)
             mine = Returns(kinds[rank])
             pipeline = Pipeline(
-                schedule, {(0, rank): mine}, dist.group.WORLD, loss=lambda y, _: (y**2).sum(), example=x[0]
+                schedule,
+                {(0, rank): mine},
+                dist.group.WORLD,
+                loss=lambda y, _: (y**2).sum(),
+                example=x[0].T.contiguous().T,
             )
             pipeline.step(list(x), [None] * 3)
             sum((whole(part) ** 2).sum() for part in x).backward()
