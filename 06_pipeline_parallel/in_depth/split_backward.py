@@ -39,7 +39,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -303,13 +303,13 @@ def recomputed_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     for B, and for each cut in W. Here it reruns once, in B, and W's part of that run is saved until W. So
     recomputation saves memory between F and B, but not between B and W. x is floating-point.
     """
+    return partial(run_recomputed, function)  # a deep copy of it runs the copy of a function that is a method
 
-    def run(x: Tensor, *constants) -> Tensor:
-        if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # autograd does not see the weights: without this, no backward
-        return Recomputed.apply(function, x, *constants)
 
-    return run
+def run_recomputed(function: Callable[..., Tensor], x: Tensor, *constants) -> Tensor:
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # autograd does not see the weights: without this, no backward
+    return Recomputed.apply(function, x, *constants)
 
 
 # ------------------------------------------------------------------------------------------------------------ demo

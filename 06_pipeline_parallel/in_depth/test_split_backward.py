@@ -260,8 +260,12 @@ def test_a_recomputed_block_whose_input_needs_no_gradient_gives_its_weights_thei
         y.sum().backward()
     whole(x).sum().backward()
     assert_same_named(gradients(blocks), gradients(whole), what="gradient of")
+    before = blocks[0].up.weight.grad.clone()
     with torch.no_grad():
         assert not recomputed_once(blocks)(x).requires_grad
+    blocks[0].forward = recomputed_once(blocks[0].forward)
+    deepcopy(blocks[0])(x).sum().backward()
+    assert torch.equal(blocks[0].up.weight.grad, before), "a copy's gradient is not that of what it was copied from"
     assert x.grad is None and not x.requires_grad
 
 

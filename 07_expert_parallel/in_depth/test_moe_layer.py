@@ -430,9 +430,14 @@ def test_a_linear_of_ones_own_multiplies_as_its_docstring_says_or_is_refused():
             MoE(c, None, None, compute=compute, parts=parts)
 
 
-def test_a_bias_needs_the_sigmoid_router():
-    with pytest.raises(ValueError, match="bias-speed needs the sigmoid router"):
-        MoE(replace(SMALL, bias_speed=0.1), None, None)
+def test_a_bias_needs_the_sigmoid_router_and_a_capacity_room():
+    for change, words in (
+        ({"bias_speed": 0.1}, "bias-speed needs the sigmoid router"),
+        ({"capacity": 0.0}, "capacity 0.0 leaves no room; use a positive number, or None"),
+        ({"capacity": float("nan")}, "capacity nan leaves no room"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            MoE(replace(SMALL, **change), None, None)
 
 
 @pytest.mark.parametrize(
