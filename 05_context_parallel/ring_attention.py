@@ -90,10 +90,11 @@ def attention_scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None = N
 
 def attention_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None):
     """Attention to these keys only: out [B, s, N, D] and LSE [B, s, N], both in fp32 or better."""
-    scores = attention_scores(q, k, causal, mask)
-    lse = scores.logsumexp(-1)  # [B, s, N_kv, G]
-    probs = (scores - lse[..., None]).exp()
-    out = torch.einsum("bshgt,bthd->bshgd", probs, to_fp32(v))
+    with torch.autocast(q.device.type, enabled=False):  # it would round fp32 to 16 bits
+        scores = attention_scores(q, k, causal, mask)
+        lse = scores.logsumexp(-1)  # [B, s, N_kv, G]
+        probs = (scores - lse[..., None]).exp()
+        out = torch.einsum("bshgt,bthd->bshgd", probs, to_fp32(v))
     return out.flatten(2, 3), lse.flatten(2, 3)
 
 
@@ -223,13 +224,14 @@ def attention_block_backward(dout, q, k, v, out, lse, causal: bool):
     dout = to_fp32(dout).unflatten(2, heads)  # [B, s, N, D] -> [B, s, N_kv, G, D]
     out = to_fp32(out).unflatten(2, heads)
     lse = lse.unflatten(2, heads)  # [B, s, N] -> [B, s, N_kv, G]
-    probs = (attention_scores(q, k, causal) - lse[..., None]).exp()  # [B, s, N_kv, G, t]
-    dprobs = torch.einsum("bshgd,bthd->bshgt", dout, to_fp32(v))
-    delta = (dout * out).sum(-1, keepdim=True)  # the derivative of the softmax subtracts this
-    dscores = probs * (dprobs - delta) / q.shape[-1] ** 0.5
-    dq = torch.einsum("bshgt,bthd->bshgd", dscores, to_fp32(k)).flatten(2, 3)
-    dk = torch.einsum("bshgt,bshgd->bthd", dscores, to_fp32(q).unflatten(2, heads))
-    dv = torch.einsum("bshgt,bshgd->bthd", probs, dout)
+    with torch.autocast(q.device.type, enabled=False):  # it would round fp32 to 16 bits
+        probs = (attention_scores(q, k, causal) - lse[..., None]).exp()  # [B, s, N_kv, G, t]
+        dprobs = torch.einsum("bshgd,bthd->bshgt", dout, to_fp32(v))
+        delta = (dout * out).sum(-1, keepdim=True)  # the derivative of the softmax subtracts this
+        dscores = probs * (dprobs - delta) / q.shape[-1] ** 0.5
+        dq = torch.einsum("bshgt,bthd->bshgd", dscores, to_fp32(k)).flatten(2, 3)
+        dk = torch.einsum("bshgt,bshgd->bthd", dscores, to_fp32(q).unflatten(2, heads))
+        dv = torch.einsum("bshgt,bshgd->bthd", probs, dout)
     return dq, dk, dv
 
 
@@ -269,6 +271,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
         """dK/dV of a block are sent after the block, one hop behind: see the drawing on top."""
         q, local_kv, out, lse = ctx.saved_tensors
@@ -342,7 +345,7 @@ def forward_backward(model: nn.Module, shard: tuple, attention, group) -> Tensor
     dist.all_reduce(num_labels, group=group)
     logits = run_model(model, tokens, positions, attention).flatten(0, 1)
     loss_sum = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    loss = loss_sum / num_labels
+    loss = loss_sum / num_labels.clamp(min=1)
     loss.backward()
     for p in model.parameters():
         dist.all_reduce(p.grad, group=group)

@@ -209,7 +209,7 @@ def forward_backward(model: nn.Module, shard: tuple, attention, group) -> Tensor
     dist.all_reduce(num_labels, group=group)
     logits = run_model(model, tokens, positions, attention).flatten(0, 1)
     loss_sum = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    loss = loss_sum / num_labels
+    loss = loss_sum / num_labels.clamp(min=1)
     loss.backward()
     for p in model.parameters():
         dist.all_reduce(p.grad, group=group)

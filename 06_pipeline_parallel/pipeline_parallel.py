@@ -481,7 +481,7 @@ def check(name: str, model: nn.Module, reference: dict, num_micro_batches: int, 
     quantities = ["idle time / compute time", "micro-batches in flight"]
     quantities += ["bytes sent per step", "bytes of parameters"]
     failures = [f"{name}: error {e:.1e}" for e in errors if not e <= 1e-10]  # also NaN
-    lines = [f"{name}: largest error {max(errors):.1e}", render(timelines)]
+    lines = [f"{name}: largest error {torch.tensor(errors).max():.1e}", render(timelines)]
     for quantity, value, formula in zip(quantities, measured, expected, strict=True):
         lines.append(f"    {quantity:25}{value}, expected {formula}")
         if value != formula:

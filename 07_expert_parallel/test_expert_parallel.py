@@ -293,6 +293,11 @@ def router_gradients() -> dict[int, float]:
         y, *_ = moe(random(12, HIDDEN).requires_grad_(), *w, top_k, None, dist.group.WORLD)
         (y * random(12, HIDDEN, seed=1)).sum().backward()
         largest[top_k] = w[0].grad.abs().max().item()
+    x = random(2, HIDDEN).requires_grad_()
+    rows = expert_parallel.AllToAll.apply(x, [2], [2], dist.group.WORLD)
+    (dx,) = torch.autograd.grad(rows.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):  # a second derivative
+        dx.sum().backward()
     return largest
 
 

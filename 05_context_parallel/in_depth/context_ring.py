@@ -52,6 +52,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # now: if first imported while a group exists, it would keep the group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Legend of shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, G = N / N_kv, D head dim,
@@ -77,6 +78,14 @@ def without_autocast(function: Callable) -> Callable:
             return function(x, *others, **options)
 
     return run
+
+
+def under_autocast(*qkv: Tensor) -> tuple[Tensor, ...]:
+    """Cast q, k and v as autocast does for PyTorch's attention: a norm of q and k may have widened these two."""
+    kind = qkv[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return qkv
+    return tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind)) for x in qkv)
 
 
 # --------------------------------------------------------------------- layouts: which rank stores which token
@@ -346,6 +355,7 @@ class AttentionToBlocks(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple:
         q, k, v, out, lse = ctx.saved_tensors
         Transport, group, plan, local = ctx.arguments
@@ -381,6 +391,7 @@ def attention_over(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """q [B, S/P, N, D], k and v [B, S/P, N_kv, D] -> [B, S/P, N, D]."""
+        q, k, v = under_autocast(q, k, v)
         check_inputs(q, k, v, causal, layout)
         plan = plan_of(layout, group.rank(), group.size(), q.shape[1], causal)
         return AttentionToBlocks.apply(q, k, v, Transport, group, plan, local)
@@ -488,7 +499,7 @@ def train_step(
     labels = next_token_labels(tokens)[:, positions]  # [B, S] -> [B, S/P]
     valid = (labels != IGNORE).sum()
     dist.all_reduce(valid, group=group)  # tokens of the full sequences, not of this rank
-    loss = loss_sum(model, tokens[:, positions], labels, positions, attention) / valid
+    loss = loss_sum(model, tokens[:, positions], labels, positions, attention) / valid.clamp(min=1)
     loss.backward()
     for p in model.parameters():
         dist.all_reduce(p.grad, group=group)

@@ -70,8 +70,10 @@ from context_ring import (
     ring_attention,
     run,
     train_step,
+    under_autocast,
 )
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Legend of shapes: B batch, S sequence, H hidden, N query heads, N_kv key/value heads, D head dim; S/P is S sharded
 # over the group. USP: R ranks in the ring, U ranks in the all-to-all, P = R · U.
@@ -111,6 +113,7 @@ class Swap(torch.autograd.Function):
         return there(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple:
         return ctx.back(dx, ctx.group), None, None, None
 
@@ -164,6 +167,7 @@ class SwapKV(torch.autograd.Function):
         )  # -> [B, P, S/P, m, D] -> [B, S, m, D]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple:
         P = ctx.group.size()
         sizes = [len(of) for of in ctx.heads]
@@ -208,6 +212,7 @@ class SwapTogether(torch.autograd.Function):
         # --- end exercise ---
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         P = ctx.group.size()
         # [B, S, n, D] -> [B, P, S/P, n, D] -> [P, B, S/P, n, D] -> [P, B · S/P · n · D]
@@ -245,6 +250,7 @@ class SwapBack(torch.autograd.Function):
         return received.movedim(0, 2)  # [N, B, S/P, D] -> [B, S/P, N, D]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple:
         P = ctx.group.size()
         n = ctx.heads[ctx.group.rank()]
@@ -282,6 +288,7 @@ def ulysses(group: dist.ProcessGroup, attention: Attention = dense_attention, *,
         P = group.size()
         N = q.shape[2]
         N_kv = k.shape[2]
+        q, k, v = under_autocast(q, k, v)
         check_inputs(q, k, v, causal, "contiguous")
         check_enough_heads(N, P)
         heads = [kv_heads_of(r, P, N, N_kv) for r in range(P)]

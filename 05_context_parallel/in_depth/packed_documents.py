@@ -255,7 +255,7 @@ def packed_step(
 ) -> Tensor:
     """`train_step` of context_ring.py for packed documents: positions and labels are per document."""
     labels = packed_labels(tokens, cu)
-    valid = (labels != IGNORE).sum()  # of the full sequences, because every rank has all tokens of the demo
+    valid = (labels != IGNORE).sum().clamp(min=1)  # of the full sequences: every rank has all tokens of the demo
     logits = model(tokens[:, where], places_in_documents(where, cu), attention)
     loss = F.cross_entropy(
         at_least_fp32(logits).flatten(0, 1), labels[:, where].flatten(), ignore_index=IGNORE, reduction="sum"

@@ -136,15 +136,17 @@ def test_loss_every_gradient_and_weights_equal_the_unsharded_block_for_every_kin
             assert_same_trace(got, expected, tol, rank=rank)
 
 
-def odd_kv_heads(heads: tuple[int, int]) -> Trace:
-    return ulysses_trace(dist.group.WORLD, heads, "causal")
+def odd_kv_heads(heads: tuple[int, int]) -> list[Trace]:
+    group = dist.group.WORLD
+    return [ulysses_trace(group, heads, "causal"), ulysses_trace(group, heads, "cross", together=True)]
 
 
 @pytest.mark.always("2-heads0")
 @pytest.mark.parametrize(("ranks", "heads"), [(2, (6, 3)), (6, (12, 4))])
 def test_kv_heads_that_neither_divide_the_ranks_nor_are_divided_by_them_work(ranks, heads):
-    for rank, got in enumerate(run_ranks(ranks, odd_kv_heads, heads)):
-        assert_same_trace(got, reference_trace(heads, "causal"), rank=rank)
+    for rank, traces in enumerate(run_ranks(ranks, odd_kv_heads, heads)):
+        for kind, got in zip(("causal", "cross"), traces, strict=True):
+            assert_same_trace(got, reference_trace(heads, kind), rank=rank)
 
 
 TOGETHER = [((8, 2), "causal"), ((8, 2), "cross"), ((6, 2), "causal"), ((6, 3), "cross"), ((7, 1), "causal")]

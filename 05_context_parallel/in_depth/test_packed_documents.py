@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from context_ring import EXPLICIT, Model, counting, ring_attention, text
+from context_ring import EXPLICIT, Model, counting, ring_attention, text, train_step
 from context_ulysses import ulysses, usp_groups
 from harness.meter import communication
 from harness.programs import error_from, refusal
@@ -236,6 +236,34 @@ def results_in_pieces() -> tuple[Tensor, Tensor]:
 def test_what_stands_in_another_document_changes_nothing():
     for alone, together in run_ranks(2, results_in_pieces):
         assert_same(together, alone, 1e-12, "the first document")
+
+
+def under_autocast() -> list[tuple[Tensor, Tensor]]:
+    """With every transport: results of float32 q and k beside a v of bf16, and of three in bf16; no second derivative.
+    Without any label a loss is 0, and not 0/0."""
+    group, found = dist.group.WORLD, []
+    q, k, v, _ = (x.float() for x in random_qkv())
+    plus = lambda q, k, v, *, causal: q + (k + v).repeat_interleave(4, 2)  # noqa: E731
+    for attention in (
+        ring_attention(group),
+        packed_attention(group, (0, S)),
+        ulysses(group, plus),
+        ulysses(group, plus, together=True),
+    ):
+        with torch.autocast("cpu", torch.bfloat16):
+            got = attention(q, k, v.bfloat16(), causal=True)
+        found.append((got, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True)))
+        leaf = q.clone().requires_grad_()
+        (dq,) = torch.autograd.grad(attention(leaf, k, v, causal=True).square().sum(), leaf, create_graph=True)
+        assert "once_differentiable" in error_from(RuntimeError, dq.sum().backward)
+    where, each = torch.arange(S), tuple(range(S + 1))
+    assert packed_step(model_of(), text(2, S), where, each, in_documents(each), group) == 0
+    assert train_step(model_of(), text(2, 1), where[:1], ring_attention(group, "striped"), group) == 0
+    return found
+
+
+def test_autocast_casts_what_a_norm_has_widened_and_a_second_derivative_is_refused():
+    assert all(torch.equal(got, want) and got.dtype == want.dtype for got, want in run_ranks(1, under_autocast)[0])
 
 
 # ------------------------------------------------------------------------------------------------------- bad input

@@ -274,7 +274,7 @@ class Pipeline:
         if set(stages) != set(schedule.stages_of(self.rank)):
             raise ValueError(f"rank {self.rank} has stages {schedule.stages_of(self.rank)}, not {sorted(stages)}")
         self.loss = loss
-        self.example = example
+        self.example = example.contiguous()  # buffers are made like it
         self.on_stage_done = on_stage_done
         self.overlap = overlap
         self.directions = [schedule.direction(m) for m in range(schedule.micro_batches)]

@@ -239,7 +239,7 @@ def check(schedule: Schedule) -> None:
 
     1. every list belongs to a rank, and every action is on the rank that holds its stage;
     2. for each stage and micro-batch: one F, and either one BW or one B and one W;
-    3. on a rank, F before B before W; a pair that overlaps is one F and one backward of something else;
+    3. on a rank, F before B before W; a pair that overlaps is one F, then one backward of something else;
     4. the lists do not wait for each other in a circle;
     5. the messages, in the order of `programs`, pass even with blocking sends.
     """
@@ -275,10 +275,10 @@ def check(schedule: Schedule) -> None:
                 f"{name}: rank {rank}: {actions[0]} overlaps with an action before it, but is the first"
             )
         for block in blocks(actions):
-            pair = "".join(sorted(action.kind[0] for action in block))
-            if len(block) > 1 and (pair != "BF" or block[0].yields()[0][1:] == block[1].yields()[0][1:]):
+            pair = "".join(action.kind[0] for action in block)
+            if len(block) > 1 and (pair != "FB" or block[0].yields()[0][1:] == block[1].yields()[0][1:]):
                 raise ScheduleError(
-                    f"{name}: rank {rank}: {block[-1]} overlaps with {block[0]}; a pair is one F and one backward of "
+                    f"{name}: rank {rank}: {block[-1]} overlaps with {block[0]}; a pair is one F, then one backward of "
                     "another stage or micro-batch"
                 )
     for stage in range(schedule.stages):

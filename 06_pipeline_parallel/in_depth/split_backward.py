@@ -36,15 +36,16 @@ The last line is PASS, or the script exits with 1 and says which number is wrong
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -190,9 +191,13 @@ class WeightPart:
 
     def run(self) -> None:
         """W. Adds the gradient to `.grad` of every weight, and fires each of its hooks once."""
-        sums = self.gradients()
+        with without_hooks([node.variable for node in self.weights()]):
+            sums = self.gradients()
         if sums:  # one backward for all: a weight with two uses gets the sum of both before its hooks fire
             torch.autograd.backward([place for place, _ in sums], [grad for _, grad in sums])
+
+    def weights(self) -> set[Node]:
+        return set().union(*(cut.weights for cut in self.cuts), *(part.weights() for part in self.parts))
 
     def gradients(self) -> list[tuple[GradientEdge, Tensor]]:
         """The gradients of the weights behind all cuts. Finished parts of the graph are freed on the way."""
@@ -219,6 +224,19 @@ class WeightPart:
         self.parts = []
         self.owner = None
         return result
+
+
+@contextmanager
+def without_hooks(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Without the hooks of `register_hook`, which would change each part of a gradient, and then the sum as well."""
+    hooks = [(weight, weight._backward_hooks) for weight in weights]
+    for weight, _ in hooks:
+        weight._backward_hooks = None
+    try:
+        yield
+    finally:
+        for weight, its_hooks in hooks:
+            weight._backward_hooks = its_hooks
 
 
 def together(cuts: list[Cut]) -> list[list[Cut]]:
@@ -261,6 +279,7 @@ class Recomputed(torch.autograd.Function):
         return function(x, *constants)  # without a graph: torch runs the forward of a Function under no_grad
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.random.fork_rng(ctx.devices), torch.enable_grad():  # a dropout must draw the same mask again
@@ -284,13 +303,13 @@ def recomputed_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     for B, and for each cut in W. Here it reruns once, in B, and W's part of that run is saved until W. So
     recomputation saves memory between F and B, but not between B and W. x is floating-point.
     """
+    return partial(run_recomputed, function)  # a deep copy of it runs the copy of a function that is a method
 
-    def run(x: Tensor, *constants) -> Tensor:
-        if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # autograd does not see the weights: without this, no backward
-        return Recomputed.apply(function, x, *constants)
 
-    return run
+def run_recomputed(function: Callable[..., Tensor], x: Tensor, *constants) -> Tensor:
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # autograd does not see the weights: without this, no backward
+    return Recomputed.apply(function, x, *constants)
 
 
 # ------------------------------------------------------------------------------------------------------------ demo

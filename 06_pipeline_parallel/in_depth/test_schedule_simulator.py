@@ -162,6 +162,7 @@ FAULTS = {  # what is wrong: (schedule, what the message must say)
     "a rank that does not exist": (replace(GOOD, placement=((0, 2),)), "placement[0]"),
     "a pair at the beginning": (by_hand("+F0@0 BW0@0"), "F0@0 overlaps with an action before it, but is the first"),
     "a pair of two forwards": (by_hand("F0@0 +F1@0 BW0@0 BW1@0"), "F1@0 overlaps with F0@0"),
+    "a pair that begins with its backward": (by_hand("F0@0 BW0@0 +F1@0 BW1@0"), "F1@0 overlaps with BW0@0"),
     "a pair with itself": (by_hand("F0@0 +BW0@0"), "BW0@0 overlaps with F0@0"),
 }
 

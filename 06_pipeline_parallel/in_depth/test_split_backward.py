@@ -121,6 +121,8 @@ def make(how):
 def test_both_parts_together_give_the_gradients_of_one_backward(how):
     module, whole, x, grad = make(how)
     fired = []
+    for weight in (module.a, whole.a):
+        weight.register_hook(lambda grad: grad * grad.abs())  # of the sum it is not the sum of the parts
     for name, p in module.named_parameters():
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
@@ -258,14 +260,22 @@ def test_a_recomputed_block_whose_input_needs_no_gradient_gives_its_weights_thei
         y.sum().backward()
     whole(x).sum().backward()
     assert_same_named(gradients(blocks), gradients(whole), what="gradient of")
+    before = blocks[0].up.weight.grad.clone()
     with torch.no_grad():
         assert not recomputed_once(blocks)(x).requires_grad
+    blocks[0].forward = recomputed_once(blocks[0].forward)
+    deepcopy(blocks[0])(x).sum().backward()
+    assert torch.equal(blocks[0].up.weight.grad, before), "a copy's gradient is not that of what it was copied from"
     assert x.grad is None and not x.requires_grad
 
 
-def test_a_recomputed_block_refuses_tokens_instead_of_losing_the_gradient_of_their_embedding():
-    with pytest.raises(RuntimeError, match="floating point"):
+def test_a_recomputed_block_refuses_what_would_get_no_gradient():
+    x = torch.ones(2, H, requires_grad=True)
+    with pytest.raises(RuntimeError, match="floating point"):  # the embedding of tokens
         recomputed_once(nn.Embedding(11, H))(torch.tensor([1, 2]))
+    (dx,) = torch.autograd.grad(recomputed_once(torch.exp)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 @pytest.mark.parametrize("split", [True, False])

@@ -50,6 +50,7 @@ import torch.nn.functional as F
 from _moe_demo import OneLineParser, Report, Wire, check_gpus, launch, text
 from routing import ROUTERS, Group, check_routing, expert_counts, route, router_logits, within_capacity
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Legend of shapes: B batch, S sequence, H hidden, F intermediate size of one expert, T = B S tokens of this rank,
 # E experts, K experts per token, P ranks of the expert group; n rows that this rank sends, n' that it receives.
@@ -148,6 +149,7 @@ class Exchange(torch.autograd.Function):
         return exchange_rows(x, send, receive, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:
         # --- exercise 7.30: gradients retrace the way of the rows ---
         return exchange_rows(dy, ctx.receive, ctx.send, ctx.group), None, None, None

@@ -37,6 +37,7 @@ The last line is PASS, or the script exits with 1 and says which number is wrong
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -95,6 +96,8 @@ class MoEConfig:
         """ValueError in one line unless P ranks can hold this layer."""
         check_routing(self.experts, self.top_k, self.router, self.nodes, self.max_nodes)
         check_experts(self.experts, P)
+        if self.capacity is not None and not 0 < self.capacity < math.inf:  # NaN fails
+            raise ValueError(f"capacity {self.capacity} leaves no room; use a positive number, or None")
         if self.bias_speed and self.router != "sigmoid":
             raise ValueError(
                 "bias-speed needs the sigmoid router, the one that it is offered with here (as in DeepSeek-V3)"
@@ -308,16 +311,15 @@ def recomputed(block: nn.Module, call: Callable[..., Tensor] | None = None) -> C
     The tapes belong to the call, not to the layer. A queue in the layer would need backward passes in the
     order of the forward passes, and fail under a pipeline schedule with another order.
     """
-    layers = moe_layers(block)
+    return partial(run_with_tapes, moe_layers(block), call or block)  # a deep copy of it has layers of its own
 
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        # --- exercise 7.35: one set of tapes for both runs of this call ---
-        tapes = [Tape() for _ in layers]
-        contexts = lambda: (UseTapes(layers, tapes), UseTapes(layers, tapes))  # noqa: E731  (forward, recomputation)
-        return checkpoint(call or block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        # --- end exercise ---
 
-    return run
+def run_with_tapes(layers: Sequence[MoE], call: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    # --- exercise 7.35: one set of tapes for both runs of this call ---
+    tapes = [Tape() for _ in layers]
+    contexts = lambda: (UseTapes(layers, tapes), UseTapes(layers, tapes))  # noqa: E731  (forward, recomputation)
+    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    # --- end exercise ---
 
 
 def recompute_blocks(blocks: Sequence[nn.Module]) -> None:

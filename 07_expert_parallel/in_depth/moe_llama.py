@@ -179,7 +179,7 @@ def full_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: Group) -> None:
-    """Load this rank's shard of `state`. RuntimeError if a name is missing."""
+    """Load this rank's shard of `state`. KeyError if an expert is missing, RuntimeError for any other name."""
     model.load_state_dict(cut_experts(model, state, group))
 
 

@@ -172,6 +172,21 @@ def test_with_fixed_shapes_a_capacity_is_room_in_slots_for_each_rank():
     assert (tape.plan.slots == 8).sum() == (wanted - 2).clamp(min=0).sum() > 0, "what finds no slot"
 
 
+def kept_on_a_rank() -> Tensor:
+    """Each rank has all experts, and half of the tokens that are counted."""
+    layer = lively(MoE(CONFIGS["capacity"], None, dist.group.WORLD), 4)
+    layer.tape = tape = moe_layer.Tape()
+    layer(inputs(0, 0).chunk(2)[dist.get_rank()])
+    return tape.plan.kept
+
+
+def test_a_capacity_counts_the_tokens_of_its_count_group():
+    layer = lively(MoE(CONFIGS["capacity"], None, None), 4)
+    layer.tape = tape = moe_layer.Tape()
+    layer(inputs(0, 0))
+    assert torch.equal(torch.cat(run_ranks(2, kept_on_a_rank)), tape.plan.kept)
+
+
 def test_a_layer_whose_router_cannot_learn_warns_and_no_other_does():
     def said(c: MoEConfig) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -430,9 +445,14 @@ def test_a_linear_of_ones_own_multiplies_as_its_docstring_says_or_is_refused():
             MoE(c, None, None, compute=compute, parts=parts)
 
 
-def test_a_bias_needs_the_sigmoid_router():
-    with pytest.raises(ValueError, match="bias-speed needs the sigmoid router"):
-        MoE(replace(SMALL, bias_speed=0.1), None, None)
+def test_a_bias_needs_the_sigmoid_router_and_a_capacity_room():
+    for change, words in (
+        ({"bias_speed": 0.1}, "bias-speed needs the sigmoid router"),
+        ({"capacity": 0.0}, "capacity 0.0 leaves no room; use a positive number, or None"),
+        ({"capacity": float("nan")}, "capacity nan leaves no room"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            MoE(replace(SMALL, **change), None, None)
 
 
 @pytest.mark.parametrize(

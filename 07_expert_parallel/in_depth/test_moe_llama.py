@@ -1,6 +1,7 @@
 """The model: against transformers' Mixtral, against token-by-token experts, on slices, and inside other chapters."""
 
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -241,6 +242,17 @@ def test_two_slices_of_the_world_train_two_models_at_once():
     for rank, (trace, members) in enumerate(run_ranks(4, two_slices)):
         assert_same_trace(trace, reference(["softmax", "sigmoid"][rank % 2]), rank=rank)
         assert members == [sorted([[0, 2], [1, 3]][rank % 2]), [rank]], f"rank {rank}: {members}"
+
+
+def test_a_copy_of_a_recomputed_model_computes_with_its_own_weights_and_routing():
+    model = lively(MoELlama(CONFIGS["softmax"], None, None, recompute=True))
+    copy, tokens = deepcopy(model), batch_of(0, 1, B, S)[0][0]
+    for p in copy.parameters():
+        p.data.mul_(2)
+    for each in (copy, model):
+        each(tokens).square().sum().backward()
+    for p, other in zip(model.parameters(), copy.parameters(), strict=True):
+        assert p.grad.isfinite().all() and not torch.equal(p.grad, other.grad)
 
 
 # ------------------------------------------------------------------------------------------------ who holds and sends

@@ -10,14 +10,25 @@ import torch
 import torch.distributed as dist
 import two_hops
 from _moe_demo import HostWaits, Wire
-from expert_dispatch import dispatch_rows, experts_loop, make_plan, reference
+from expert_dispatch import Exchange, dispatch_rows, experts_loop, make_plan, reference
 from harness.meter import communication
 from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named
 from routing import route
 from torch import Tensor
-from two_hops import EVENTS, answer, bytes_by_link, dispatch_two_hops, hop, node_groups, weight_table
+from two_hops import (
+    EVENTS,
+    Arrive,
+    Depart,
+    Trip,
+    answer,
+    bytes_by_link,
+    dispatch_two_hops,
+    hop,
+    node_groups,
+    weight_table,
+)
 
 E, K, H, F_ = 16, 4, 12, 8
 SIZES = {1: [17], 2: [11, 6], 4: [6, 0, 9, 2]}  # tokens of each rank
@@ -281,6 +292,14 @@ def test_a_rank_without_any_row_answers_with_none():
     y = answer(torch.zeros(0, H).double(), torch.zeros(0, 2).double(), [0, 0], compute)
     y.sum().backward()
     assert y.shape == (0, H) and not w.grad.any()
+
+
+def test_a_second_derivative_is_refused():
+    x, trip = random(2, H).requires_grad_(), Trip([2], [2], None, lambda event: None)
+    for y in (Exchange.apply(x, [2], [2], None), Arrive.apply(Depart.apply(x, trip), trip)):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
 
 
 @pytest.mark.parametrize(

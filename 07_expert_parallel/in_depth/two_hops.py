@@ -66,6 +66,7 @@ from expert_dispatch import (
 )
 from routing import ROUTERS, Group, check_routing, route, router_logits
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Legend of shapes: T tokens of this rank, H hidden, F intermediate size of one expert, E experts, K experts per token;
 # N nodes of P/N ranks. Rank r is on node r // (P/N) and holds the E/P experts from r E/P on: a node's are
@@ -135,6 +136,7 @@ class Depart(torch.autograd.Function):
         return trip.depart(x, trip.send, trip.receive)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, passes: Tensor) -> tuple:  # a placeholder from `Arrive`; the gradient is in flight
         dx = ctx.trip.arrive()
         ctx.trip.note("gradients there")
@@ -152,6 +154,7 @@ class Arrive(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:
         # --- exercise 7.44: send the gradients without a wait; `Depart` gets a tensor of the right shape ---
         ctx.trip.note("gradients sent")
