@@ -342,6 +342,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal=True, blocks=None
     if not same_shapes or n_heads % k.shape[2] or head_dim not in (16, 32, 64, 128):
         shapes = f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}"
         raise ValueError(f"{shapes}: D must be 16, 32, 64 or 128, and N_kv must divide N")
+    if not q.dtype == k.dtype == v.dtype:  # a matmul on tensor cores has factors of one dtype
+        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}: convert them to one dtype")
     block_m, block_n = blocks or block_sizes(q)
     return FlashAttention.apply(q, k, v, causal, block_m, block_n)[0]
 

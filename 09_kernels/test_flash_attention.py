@@ -320,6 +320,7 @@ def test_unsupported_shapes_are_refused_in_one_line():
         "N_kv must divide N": [q[:, :, :3], k, v],
         r"k \[1, 4, 2, 16\]": [q, k[:, :4], v[:, :4]],
         r"v \[1, 8, 1, 16\]": [q, k, v[:, :, :1]],
+        "k torch.float32 and v torch.float64: convert them": [q, k.float(), v],
     }.items():
         with pytest.raises(ValueError, match=words) as error:
             script.flash_attention(*given)
