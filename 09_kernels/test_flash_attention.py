@@ -408,7 +408,7 @@ def test_check_notices_nan_and_bytes(spoil, monkeypatch):
 
 @pytest.mark.parametrize(
     "argv",
-    ["--tokens 1", "--tokens nan", "--tokens ", "--kv-heads 3", "--block-m 0", "--block 16"],
+    ["--tokens 5", "--tokens nan", "--tokens ", "--kv-heads 3", "--block-m 0", "--block 16"],
 )
 def test_wrong_option_is_one_line_that_names_it(argv):
     assert argv.split()[0] in refusal(script.main, argv.split(" "))
