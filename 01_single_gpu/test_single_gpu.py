@@ -358,6 +358,14 @@ def test_two_backward_passes_add_up():
     assert_same_named(gradients(model), twice, what="gradient of")
 
 
+def test_a_second_derivative_through_a_recomputed_block_is_refused():
+    """Its second run is over, and with it what leads back to the parameters."""
+    model = Llama(ODD, recompute=True)
+    [grad] = torch.autograd.grad(loss_sum(model, *uneven_batch()[0]), [model.embed.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_recomputed_blocks_behind_a_frozen_embedding_are_trained():
     model, expected = Llama(ODD, recompute=True).double(), Llama(ODD).double()
     for m in (model, expected):

@@ -320,6 +320,7 @@ def test_unsupported_shapes_are_refused_in_one_line():
         "N_kv must divide N": [q[:, :, :3], k, v],
         r"k \[1, 4, 2, 16\]": [q, k[:, :4], v[:, :4]],
         r"v \[1, 8, 1, 16\]": [q, k, v[:, :, :1]],
+        "k torch.float32 and v torch.float64: convert them": [q, k.float(), v],
     }.items():
         with pytest.raises(ValueError, match=words) as error:
             script.flash_attention(*given)
@@ -407,7 +408,7 @@ def test_check_notices_nan_and_bytes(spoil, monkeypatch):
 
 @pytest.mark.parametrize(
     "argv",
-    ["--tokens 1", "--tokens nan", "--tokens ", "--kv-heads 3", "--block-m 0", "--block 16"],
+    ["--tokens 5", "--tokens nan", "--tokens ", "--kv-heads 3", "--block-m 0", "--block 16"],
 )
 def test_wrong_option_is_one_line_that_names_it(argv):
     assert argv.split()[0] in refusal(script.main, argv.split(" "))

@@ -226,6 +226,7 @@ class Fp8Linear(torch.autograd.Function):
         return y * (x_scale * weight_scale)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y: Tensor):
         x_fp8, x_scale, weight_fp8, weight_scale = ctx.saved_tensors
         # --- exercise 10.6: the other two matmuls, also of fp8 values ---
@@ -387,9 +388,7 @@ EXACT = {  # sums in float64
 }
 
 
-class Run(NamedTuple):
-    """Three steps of a recipe. All values in float64."""
-
+class Run(NamedTuple):  # three steps of a recipe; all values in float64
     losses: Tensor  # [3]
     grads: Tensor  # [3, number of parameters]
     weights: Tensor  # [4, number of parameters], at first and after each step; of the master copy

@@ -159,8 +159,9 @@ def block_bytes(config: LlamaConfig, batch: int, seq: int, policy: str) -> int:
     if policy == HOST:
         return 0
     if policy == "products":
-        # The input; results of q, out, down and of attention; of k, v; log-sum-exp; of gate, up.
-        return 4 * T * (c.hidden + 4 * c.hidden + 2 * c.kv_heads * c.head_dim + c.heads + 2 * c.intermediate)
+        # The input; results of out, down; of q and of attention; of k, v; log-sum-exp; of gate, up.
+        attention = 2 * c.attention_width + 2 * c.kv_heads * c.head_dim + c.heads
+        return 4 * T * (c.hidden + 2 * c.hidden + attention + 2 * c.intermediate)
     kept = activations(c, batch, seq, 4, "fused", "none" if policy == "keep" else "full")
     return sum(size for name, size in kept.items() if name not in AROUND_THE_BLOCKS) // c.layers
 

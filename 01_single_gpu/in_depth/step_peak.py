@@ -69,8 +69,9 @@ def whole_block(config: LlamaConfig, batch: int, seq: int, precision: str) -> in
     # --- exercise 1.32: one block under autocast ---
     norms = 2 * T * (4 * c.hidden + 4 * c.hidden + 4)  # the input, the normalised input, 1 / rms: fp32
     casts = (3 + 2) * T * 2 * c.hidden  # for q, k, v; for gate, up
-    attention = T * (2 * (c.hidden + 2 * c.kv_heads * c.head_dim) + 4 * c.heads)  # q, k, v; the log-sum-exp is fp32
-    out = T * 2 * c.hidden
+    qkv = c.attention_width + 2 * c.kv_heads * c.head_dim
+    attention = T * (2 * qkv + 4 * c.heads)  # q, k, v; the log-sum-exp is fp32
+    out = T * 2 * c.attention_width
     mlp = 4 * T * 2 * c.intermediate
     return norms + casts + attention + out + mlp + 2 * block_matrices(c)  # and the cast weights
     # --- end exercise ---

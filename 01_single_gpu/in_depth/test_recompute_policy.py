@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 torch.set_num_threads(1)  # on tensors this small a second thread only waits
-ODD = LlamaConfig(vocab_size=100, hidden=48, layers=3, heads=6, kv_heads=3, intermediate=70)
+ODD = LlamaConfig(vocab_size=100, hidden=48, layers=3, heads=6, kv_heads=3, intermediate=70, own_head_dim=10)
 PLANS = [[p] * 3 for p in (*POLICIES, HOST)] + [["full", "products", "keep"], ["products", "host", "full"]]
 
 

@@ -27,7 +27,7 @@ SHAPES = [
     (MANY_WORDS, 1, 24, 2),
     (DEEP, 2, 26, 2),
 ]
-SHAPES += [(DEEP, 2, 26, 2), (replace(DEMO, tied=True), 2, 41, 2)]
+SHAPES += [(replace(DEEP, own_head_dim=20), 2, 26, 2), (replace(DEMO, tied=True), 2, 41, 2)]
 # Numbers that stand alone, which the meter counts and the formulas do not: the count of valid tokens (8 bytes); the
 # running loss, the micro-batch's loss and the sum of its labels' weights; while it is divided, the loss twice.
 ALONE = {"end of forward": 24, "loss": 20, "head": 20, "last block": 20}

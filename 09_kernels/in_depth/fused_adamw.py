@@ -150,7 +150,8 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None, *, scale: Tensor | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient, multiplied by `scale` if there is one."""
+        """Update every parameter that has a gradient, multiplied by `scale` if there is one. A scale of NaN leaves
+        weights and moments as they are, but is counted as a step."""
         if closure is not None:
             raise ValueError("this AdamW takes no closure; compute the loss before step()")
         for group in self.param_groups:

@@ -302,11 +302,10 @@ def test_keys_beyond_the_end_of_a_tile_add_nothing_to_dq_however_low_the_scores(
             assert_same(x.double(), y, limit, f"{name}, {'descriptors' if plan.tma else 'addresses'}")
 
 
-@pytest.mark.prove
 def test_a_window_of_many_tiles_has_whole_tiles_between_cut_ones():
-    """Tiles of 16 and a window of 40: a program walks along a cut tile, one or two whole ones, and cut ones."""
-    q, k, v, dout = inputs(80, 80, 1, 1, 32)
-    mask = dict(causal=True, window=40, offset=0)
+    """Tiles of 16 and a window of 34: a program walks along cut tiles, a whole one, and a cut one."""
+    q, k, v, dout = inputs(64, 64, 1, 1, 32)
+    mask = dict(causal=True, window=34, offset=0)
     want = step(partial(explicit_attention, **mask), *(x.double() for x in (q, k, v, dout)))
     tiles = Tiles(16, 16, *([] if INTERPRETED else [4, 1]))
     out, lse = triton_forward(q, k, v, **mask, plan=Plan(tiles, tiles, tiles, tma=False))

@@ -1,11 +1,23 @@
 """FlashAttention in plain PyTorch against the definition, in float64."""
 
 import math
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from flash_tiles import TILED, Attention, band, explicit_attention, step, tiled_backward, tiled_forward, visible
+import torch.distributed as dist
+from flash_tiles import (
+    TILED,
+    Attention,
+    band,
+    compare,
+    explicit_attention,
+    step,
+    tiled_backward,
+    tiled_forward,
+    visible,
+)
 from harness.meter import peak_memory, saved_activations
 from harness.programs import refusal
 from harness.reference import assert_same
@@ -161,6 +173,16 @@ def test_bytes_and_operations_in_the_readme_are_what_its_formulas_give():
     saved = 2 * heads * 2 * S * S * D // 2  # two products of 2 S² D, half of it under a causal mask
     assert f"are {saved / 1e12:.2f} TFLOP, {saved / 989e12 * 1e6:.0f} µs at the peak rate" in README
     assert 4 * S * D * S // C == 2 * 2 * S * S, "shares stored one by one: twice the scores in bf16"
+
+
+@pytest.mark.parametrize(("seq", "head_dim", "window"), [(1, 32, 20), (9, 4, 1)])
+def test_the_demo_passes_where_gradients_are_zero_and_where_a_tile_is_the_largest_tensor(seq, head_dim, window):
+    sizes = dict(seq=seq, heads=2, kv_heads=1, head_dim=head_dim, window=window, dtype="float64")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert compare(TILED, Namespace(**sizes), dist.group.WORLD, torch.device("cpu")) == []
+    finally:
+        dist.destroy_process_group()
 
 
 BAD_OPTIONS = [

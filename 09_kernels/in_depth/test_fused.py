@@ -141,6 +141,11 @@ def test_large_numbers_overflow_nowhere():
     assert_as_good_as_torch(swiglu, swiglu_reference, [1e4 * big, big], dtypes=[torch.float64, torch.float32])
 
 
+def test_a_norm_of_more_than_8192_columns_reads_its_weight_for_each_row():
+    tensors = [random(2, 8200), 1 + 0.1 * random(8200, seed=1)]
+    assert_as_good_as_torch(rms_norm, rms_norm_reference, tensors, [1e-5], [torch.float32])
+
+
 def test_a_row_that_is_all_masked_gives_zeros_and_zero_gradients():
     x = random(4, 37)
     x[1] = -float("inf")

@@ -231,9 +231,13 @@ class MixedAdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         seed: int = 0,
     ):
-        self.names = {p: name for name, p in named_parameters if p.requires_grad}
+        named = [(p, name) for name, p in named_parameters]
+        self.names = {p: name for p, name in named if p.requires_grad}
         if not self.names:
             raise ValueError("no trainable parameter; set requires_grad on at least one")
+        for p, _ in named:
+            if not p.requires_grad:  # frozen, but multiplied with what is in the policy's format
+                p.data = p.data.to(policy.weights)
         self.policy = policy
         self.lr = lr
         self.weight_decay = weight_decay

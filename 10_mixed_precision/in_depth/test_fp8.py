@@ -425,6 +425,7 @@ def test_under_autocast_y_is_bf16_and_the_gradient_of_an_fp32_weight_is_fp32(ins
     assert_same(y.detach().float(), want.detach().float(), 0.0, "y under autocast")
     assert_same_named({"x": x.grad, "w": weight.grad}, {"x": narrow.grad.float(), "w": same.grad}, 0.0, "gradients")
     assert y.dtype == torch.bfloat16 and weight.grad.dtype == x.grad.dtype == torch.float32
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float()), "dW went through bf16"
 
 
 # --------------------------------------------------------------------------------------------------- what is refused
@@ -516,6 +517,7 @@ def test_a_step_that_is_left_out_is_in_no_history_and_raises_nothing_later():
     linear.end_step()
     linear.quantize(torch.full((16, 16), 64.0), "x", (0, 0), weight)
     linear.bad.append(("x", torch.tensor(torch.inf)))  # as a GPU notes it, to look at in the end
+    linear.notes["w"] = torch.tensor(torch.inf)
     linear.leave_out_step()
     linear.quantize(torch.full((16, 16), 2.0), "x", (0, 0), weight)
     linear.end_step()
@@ -526,5 +528,10 @@ def test_what_a_gpu_noted_in_a_step_is_raised_at_its_end_by_its_name():
     linear = Fp8Linear("tensor")
     linear.bad += [("x", torch.tensor(3.0)), ("W of shape [2, 2]", torch.tensor(torch.nan)), ("dy", torch.tensor(1.0))]
     with pytest.raises(FloatingPointError, match=r"W of shape \[2, 2\] has an infinity or NaN"):
+        linear.end_step()
+    first, second = (linear.note("dy", torch.device("meta"), counts=True) for _ in range(2))
+    assert first is second, "two micro-batches: what the first has noted would be lost"
+    linear.notes["dy"] = torch.tensor(torch.nan)
+    with pytest.raises(FloatingPointError, match="dy has an infinity or NaN"):
         linear.end_step()
     linear.end_step()

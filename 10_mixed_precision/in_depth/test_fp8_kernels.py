@@ -119,6 +119,7 @@ def interpret_not_finite() -> None:
 def interpret_layout() -> None:
     import fp8_kernels as k
     import torch
+    from harness.reference import assert_same
 
     x = numbers(256, 160)
     along, across, square = (k.quantize(x, torch.float8_e4m3fn, b) for b in ((1, 128), (128, 1), (128, 128)))
@@ -126,6 +127,9 @@ def interpret_layout() -> None:
     assert k.transpose(across).values.is_contiguous(), "what is summed along columns lies turned around"
     turned = k.rows_of(square.values.T)
     assert turned.is_contiguous() and torch.equal(turned.float(), square.values.float().T)
+    x, w = (k.quantize(numbers(n, 16), torch.float8_e4m3fn, (1, 128)) for n in (1100, 130))  # more than a group of rows
+    got, want = (product(x, w, torch.float32) for product in (k.scaled_matmul, k.emulated_matmul))
+    assert_same(got, want, 1e-5, "a product of nine rows of tiles")
 
 
 def interpret_both() -> None:
@@ -229,15 +233,21 @@ def as_the_gpu_wants_them(product, a, b, dtype):
     return product(a, b, dtype)
 
 
+def by_columns(x):
+    """x whose columns are contiguous: a kernel that takes it for rows reads it wrong."""
+    return x.T.contiguous().T
+
+
 def results_of(linear, device: str, K: int = 144, N: int = 160) -> list:
     """y, dx and dW, in fp32, since the interpreter has no bf16. With a history of two steps of two micro-batches."""
-    w, results, times = numbers(N, K, seed=1).to(device).requires_grad_(), [], 2 if linear.recipe.history else 1
+    w = by_columns(numbers(N, K, seed=1).to(device)).requires_grad_()
+    results, times = [], 2 if linear.recipe.history else 1
     for step in range(times):
         for part in range(times):
             # As many rows as an expert may get, any number; and a second step that needs other scales.
-            x = (numbers(141, K, seed=part) * 10.0 ** (step - 2)).to(device).requires_grad_()
+            x = by_columns((numbers(141, K, seed=part) * 10.0 ** (step - 2)).to(device)).requires_grad_()
             y = linear(x, w)
-            y.backward(numbers(141, N, seed=2 + part).to(device))
+            y.backward(by_columns(numbers(141, N, seed=2 + part).to(device)))
             results += [y.detach(), x.grad, w.grad]
             w.grad = None
         linear.end_step()
@@ -269,6 +279,8 @@ def interpret_linear() -> None:
             with pytest.raises(FloatingPointError, match="an input of .* infinity or NaN"):
                 linear(x, numbers(160, 144))
                 linear.end_step()
+        with pytest.raises(ValueError, match="17 outputs: no multiple of 16"):
+            linear(numbers(32, 144), numbers(17, 144))
 
 
 def stand_in_host() -> str:

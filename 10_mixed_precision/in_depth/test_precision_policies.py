@@ -393,6 +393,17 @@ def test_the_fp16_product_on_a_cpu_is_the_real_one_up_to_its_last_rounding():
         assert_same(got.float(), want.float(), 2 * torch.finfo(fp16).eps, what)
 
 
+def test_frozen_parameters_get_the_format_of_the_others_and_stay():
+    model = Decoder(linear, head=linear, **SIZES)
+    model.embed.requires_grad_(False)
+    before = model.embed.detach().to(bf16)
+    optimizer = MixedAdamW(model.named_parameters(), POLICIES["bf16"], lr=1.0)
+    (loss_sum(model, *batch(stdlib_bytes(20_000), 0, rows=1)) / 64).backward()
+    optimizer.accumulate()
+    optimizer.step(scaler(scale=1.0))
+    assert_same(model.embed.detach(), before, 0.0, "frozen weight in bf16")
+
+
 def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match="no trainable parameter"):
         MixedAdamW([], POLICIES["bf16"], lr=1e-3)
