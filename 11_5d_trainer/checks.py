@@ -33,6 +33,8 @@ def least_bytes(config: Config, sizes: LlamaConfig, world_size: int) -> dict[str
     summed = 4 if config.accumulate_dtype == "fp32" else bytes_each
     # Bytes per parameter: (states, weight, gradient), as chapter 03 divides them.
     kinds = {"weights": (0, bytes_each, 0), "gradients": (0, 0, summed), "AdamW's states": (moments, 0, 0)}
+    if config.evaluate:  # without a step there is nothing else
+        kinds = {"weights": kinds["weights"]}
     count = {kind: most_parameters(config, sizes, world_size, trained=kind != "weights") for kind in kinds}
     return {kind: count[kind] * bytes_per_parameter(config.zero, shards, *each) for kind, each in kinds.items()}
 

@@ -301,6 +301,11 @@ def check_corpus(corpus: Corpus, config: Config) -> None:
             )
         if config.documents and row.starts is None:
             raise UsageError(f"--documents: {where} does not say where documents begin; make tokens with prepare.py")
+    held_out = Sampler(corpus.held_out, config.seq_len, corpus.vocab_size, config.seed, config.documents)
+    samples = held_out.held_out(config.eval_samples, 1, 0, 1)
+    if all((labels == IGNORE).all() for _, labels, *_ in samples):
+        what = f"the first {config.eval_samples} validation samples of {where} have no token to predict"
+        raise UsageError(f"--eval-samples {config.eval_samples}: {what}; use more")
 
 
 def shares(weights: Sequence[float]) -> list[int]:
@@ -315,6 +320,10 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 def seeded(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
+
+
+class BadToken(ValueError):
+    """A token id that the model does not know. Only the rank that has read it knows of it."""
 
 
 class Sampler:
@@ -386,7 +395,7 @@ class Sampler:
             masks.append(learned)
         whole = torch.stack(cut)
         if int(whole.max()) >= self.vocab_size:
-            raise ValueError(f"token id {int(whole.max())} is beyond the vocabulary of {self.vocab_size}")
+            raise BadToken(f"token id {int(whole.max())} of the data is beyond the vocabulary of {self.vocab_size}")
         tokens = whole[:, :-1].contiguous()
         labels = whole[:, 1:].masked_fill(~torch.stack(masks), IGNORE)  # shifted before the sequence is split
         return (tokens, labels, torch.stack(places)) if self.documents else (tokens, labels)

@@ -228,7 +228,7 @@ def main() -> int:
     out = generate(model, prompt, *drawn)[0].tolist()
     if out[-1] in stop and len(out) > len(tokens):
         out.pop()
-    print(f"--- {name} of {Path(args.run).name}", file=sys.stderr)
+    print(f"--- {name} of {home.resolve().name}", file=sys.stderr)
     print(decode(out))
     return 0
 

@@ -33,6 +33,7 @@ from moe_layer import MoEConfig
 from ops import WEIGHTS
 from options import Config, OneLineParser, UsageError
 from sources import KEPT as TOKENIZER_FILES
+from sources import Tokenizer, load_tokenizer
 from torch import Tensor
 
 # Our name -> Hugging Face's, in config.json; hf_keys.py has all keys of a file.
@@ -299,6 +300,14 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     return checkpoint.read_newest(run, write)
 
 
+def end_of_text(home: Path, progress: checkpoint.Progress) -> int | None:
+    """The token that ends a text, by the run's own tokenizer; None where there is none, or it is not known."""
+    kept = home / "tokenizer"
+    if kept.exists():
+        return load_tokenizer(str(kept)).eos
+    return Tokenizer().eos if progress.numbers is False and not progress.config["tokenizer"] else None
+
+
 def write_model(
     run: str,
     home: Path,
@@ -341,7 +350,8 @@ def write_model(
         index = {"metadata": {"total_size": size}, "weight_map": where}
         (out / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     origin = home / "origin" / "config.json"
-    came = json.loads(origin.read_text()) if origin.exists() else {}
+    own = {"bos_token_id": None, "eos_token_id": end_of_text(home, progress)}  # else transformers takes 1 and 2
+    came = json.loads(origin.read_text()) if origin.exists() else own
     about = config_json(sizes, moe, str(dtype).removeprefix("torch."), config.seq_len, came)
     (out / "config.json").write_text(json.dumps(about, indent=1) + "\n")
     if (home / "tokenizer").exists():

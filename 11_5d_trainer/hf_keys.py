@@ -156,7 +156,7 @@ KEYS = {
     ),
     "max_position_embeddings": Key(whole(2**31), "nothing; an export gives it back"),
     "bos_token_id": Key(TOKENS, "nothing; an export gives it back"),
-    "eos_token_id": Key(TOKENS, "`generate.py` stops there; an export gives it back"),
+    "eos_token_id": Key(TOKENS, "`generate.py` stops there; an export gives it back, or the tokenizer's"),
     "pad_token_id": Key(TOKEN, "nothing; an export gives it back"),
 }
 # In rope_parameters, by rope_type. "type" is its older name.

@@ -189,7 +189,7 @@ class Config:
     router: str = option("softmax", "how a token chooses its experts", fixed=True, choices=ROUTERS)
     balance: float = option(0.01, "factor of the loss that balances the experts; 0: none", fixed=True, least=0)
     bias_speed: float = option(
-        0.0, "balance by bias instead (router sigmoid): size of a step, say 0.001", fixed=True, least=0
+        0.0, "also balance by a bias (router sigmoid): size of its step, say 0.001", fixed=True, least=0
     )
     capacity: float = option(
         0.0, "drop tokens beyond this many times an even load of an expert; 0: never", fixed=True, least=0

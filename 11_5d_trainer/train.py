@@ -47,7 +47,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # first imported while a group is up, it would keep that group until the end
 from accounting import peak_flops, step_flops
 from checks import check_compile, check_kernels, check_memory
-from data import Corpus, Sampler, load_corpus
+from data import BadToken, Corpus, Sampler, load_corpus
 from full_state import load_full_state, share_of_state
 from generate import generate, load_model, trained_length
 from hf import check_weights, keep_origin, read_sizes
@@ -144,7 +144,7 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     else:
         config, sizes = choose_sizes(config, given, corpus.vocab_size)
         config.check_experts(sizes, config.dp(world_size) * config.cp)  # before they are counted
-        count = sum(tensor.numel() for tensor in full_shapes(sizes, config.mixture(sizes)).values())
+        count = sum(elements_of(sizes, config).values())
         bf16 = has_bf16() if device.type == "cuda" else None
         config, said = settle(config, given, count, world_size, bf16)
         config.check()
@@ -251,6 +251,12 @@ def choose_sizes(config: Config, given: dict[str, Any], vocab_size: int) -> tupl
     return config, sizes
 
 
+def elements_of(sizes: LlamaConfig, config: Config) -> dict[str, int]:
+    """How many elements each parameter of the full model has. Routers' biases, which count steps, are none."""
+    full = full_shapes(sizes, config.mixture(sizes))
+    return {name: tensor.numel() for name, tensor in full.items() if tensor.is_floating_point()}
+
+
 def find_device(asked: str, local_rank: int) -> torch.device:
     if asked == "mps":
         why = (
@@ -298,7 +304,7 @@ def learning_rate(step: int, config: Config) -> float:
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     if config.lr_schedule == "wsd":
-        decay = config.decay_steps or max(1, config.steps // 5)
+        decay = config.decay_steps or max(1, min(config.steps // 5, config.steps - config.warmup))
         left = max(0, config.steps - 1 - step)
         return config.min_lr + (config.lr - config.min_lr) * (1 - math.sqrt(max(0, decay - left) / decay))
     done = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
@@ -426,6 +432,10 @@ class Run:
         shown = {"initial": self.first, "total": self.config.steps, "disable": not self.log.bar}
         self.bar = tqdm(steps, unit="step", dynamic_ncols=True, **shown)
 
+    def seconds(self) -> float:
+        """Since the first step, without the time between the end of a run and its resumption."""
+        return self.before + time.perf_counter() - self.start
+
     def next_batches(self) -> list[Batch]:
         """This data rank's micro-batches of the next step."""
         config = self.config
@@ -482,7 +492,7 @@ class Run:
         line |= {"loss_scale": me.scaler.value} if me.scaler.dynamic else {}
         line |= self.speed.of_step(seconds)
         line |= {"epoch": launched.samples / self.training.windows}
-        line |= {"seconds": self.before + time.perf_counter() - self.start, "memory": peak_memory(me.device)}
+        line |= {"seconds": self.seconds(), "memory": peak_memory(me.device)}
         self.write(line)
         if self.config.meter and step == self.first:
             self.log.say(self.watch.report())
@@ -518,7 +528,11 @@ class Run:
         self.watch.end()
         if not early:
             if config.sample and self.leader and not saver.failure:
-                log.say(sample(self.plan, folder, log))
+                try:
+                    log.say(sample(self.plan, folder, log))
+                except torch.OutOfMemoryError:  # the full model does not fit beside this rank's part
+                    what = "no sample: the full model does not fit on this GPU beside the run"
+                    log.say(f"{what}; try generate.py {folder}")
             log.say(self.watch.summary(log.lines))
             log.say(curve.in_terminal(log.lines))
             log.keep("loss.svg", curve.as_svg(log.lines, folder.name))
@@ -526,7 +540,7 @@ class Run:
             log.say(
                 f"validation loss {validations[0]:.3f} -> {validations[-1]:.3f} nats per token"
                 f"{in_bits(validations[-1], self.plan)} after {config.steps} steps, "
-                f"{time.perf_counter() - self.start:.0f} s; checkpoint in {folder}/checkpoints"
+                f"{self.seconds():.0f} s; checkpoint in {folder}/checkpoints"
             )
         if saver.failure:
             raise RunEnds(f"{saver.failure}, and it is the last; make room: --resume {folder} does its steps again")
@@ -583,11 +597,11 @@ def describe(plan: Plan, me: Trainer) -> str:
         layout += f", {moe.experts} experts over ep {config.ep}"
     if config.pp > 1:
         layout += f", schedule {config.schedule}"
-    shapes = {name: tensor.numel() for name, tensor in full_shapes(plan.model, moe).items()}
-    trained = sum(size for name, size in shapes.items() if is_adapter(name))
+    elements = elements_of(plan.model, config)
+    trained = sum(size for name, size in elements.items() if is_adapter(name))
     adapted = f" ({trained:,} of them trained, in adapters of rank {config.lora_rank})" if trained else ""
     return (
-        f"{sum(shapes.values()):,} parameters{adapted}; {layout}, on "
+        f"{sum(elements.values()):,} parameters{adapted}; {layout}, on "
         f"{me.device.type}; global batch {config.global_batch} samples = {config.micro_batch} micro-batch x "
         f"{accumulation} accumulation x {sizes['dp']} dp = {config.global_batch * config.seq_len:,} tokens; "
         f"{plan.corpus.size:,} training tokens"
@@ -845,7 +859,7 @@ def run_to_its_end(plan: Plan, run: Path, stop: Stop) -> int:
         if rank == 0:
             print(f"train.py: {error}", file=sys.stderr)
         return 3
-    except FloatingPointError as error:  # of fp8 on a CPU, where each rank looks at its own numbers
+    except (FloatingPointError, BadToken) as error:  # of fp8 on a CPU, or of data: each rank looks at its own
         print(f"train.py: rank {rank}: {error}", file=sys.stderr, flush=True)
         return 3
     except RuntimeError as error:

@@ -546,6 +546,7 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
         return checks.least_bytes(config, fuzz.SIZES, ranks)
 
     whole = need("", 4)
+    assert need("--evaluate", 4) == {"weights": whole["weights"]}
     assert need("--zero 1", 4)["AdamW's states"] == whole["AdamW's states"] / 4
     assert need("--zero 2", 4)["gradients"] == whole["gradients"] / 4
     assert need("--zero 3", 4)["weights"] == whole["weights"] / 4

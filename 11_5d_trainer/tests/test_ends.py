@@ -13,8 +13,10 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import checkpoint
+import data
 import pytest
 import step as step_module
 import torch.distributed as dist
@@ -127,7 +129,7 @@ def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time_and_one_line(how, 
 
 
 def poisoned(words, on_rank, at_step):
-    """Two ranks; the gradient of one weight is NaN on one of them in one step, and in its repetition."""
+    """Two ranks; in one step, and in its repetition, a layer's backward makes NaN on one of them."""
     plan = train.prepare(words, dist.get_world_size())
     plan = dataclasses.replace(plan, model=SIZES)
     plan, folder = train.agree(plan)
@@ -136,8 +138,8 @@ def poisoned(words, on_rank, at_step):
     def with_poison(*args, **options):
         me = make(*args, **options)
         if dist.get_rank() == on_rank:
-            weight = me.model.get_parameter("model.layers.0.mlp.up_proj.weight")
-            weight.register_hook(lambda g: g * math.nan if steps[0] == at_step else g)
+            layer = me.model.get_submodule("model.layers.0.mlp.up_proj")  # earlier layers get it too
+            layer.register_full_backward_pre_hook(lambda _, g: (g[0] * math.nan,) if steps[0] == at_step else g)
         return me
 
     def counted(*args):
@@ -171,17 +173,30 @@ def test_a_gradient_that_is_not_finite_is_named_and_the_run_stops_or_skips_as_as
     assert all(math.isfinite(line["val_loss"]) for line in log if "val_loss" in line)
 
 
-def diverged(words):
-    plan, folder = train.agree(train.prepare(words, dist.get_world_size()))
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        return train.run_to_its_end(plan, folder, train.Stop()), said.getvalue()
+def ended(runs):
+    """Codes and errors of runs that a rank ends by itself. Of their data, every 46th token is looked at before."""
+    for words in runs:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            with mock.patch.object(data, "SCAN", 1):
+                plan, folder = train.agree(train.prepare(words, dist.get_world_size()))
+            yield train.run_to_its_end(plan, folder, train.Stop()), said.getvalue()
 
 
-def test_a_run_in_fp8_that_diverges_ends_in_one_line(text, tmp_path):
-    words = arguments(text, precision="fp8-row", lr=1e30, micro_batch=8)
-    [(code, said)] = run_ranks(1, diverged, [*words, "--out", str(tmp_path / "run")])
-    assert code == 3 and re.fullmatch(r"train.py: rank 0: fp8: .* has an infinity or NaN, .*\n", said), said
+def list_of_ended(runs):
+    return [*ended(runs)]
+
+
+def test_fp8_that_diverges_and_an_unknown_token_end_a_run_in_one_line(text, tmp_path):
+    ids = tmp_path / "ids.bin"
+    ids.write_bytes(bytes([1, 0] * 10 + [2, 0] + [1, 0] * 3000))
+    runs = [arguments(text, precision="fp8-row", lr=1e30, micro_batch=8)]
+    runs += [arguments(str(ids), vocab_size=2, micro_batch=8, steps=50)]
+    runs = [[*words, "--out", str(tmp_path / str(i))] for i, words in enumerate(runs)]
+    [endings] = run_ranks(1, list_of_ended, runs)
+    lines = ["fp8: .* has an infinity or NaN, .*", "token id 2 of the data is beyond the vocabulary of 2"]
+    for (code, said), line in zip(endings, lines, strict=True):
+        assert code == 3 and re.fullmatch(rf"train.py: rank 0: {line}\n", said), said
 
 
 @pytest.mark.parametrize("evaluate", [False, True])

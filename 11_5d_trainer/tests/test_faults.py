@@ -343,7 +343,8 @@ def evaluated_while_it_goes(words):
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_next(text, tmp_path, monkeypatch):
     run = f"{tmp_path}/run"
-    run_ranks(1, fuzz.run, [*fuzz.options(text, "", steps=3, save_every=1, keep=9), "--out", run])
+    words = fuzz.options(text, "--experts 4 --capacity 1", steps=3, save_every=1, keep=9)
+    run_ranks(1, fuzz.run, [*words, "--out", run])
     load, left = checkpoint.load, []
 
     def removed(path, *args):
@@ -353,7 +354,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_next(tex
 
     monkeypatch.setattr(checkpoint, "load", removed)
     left.append(checkpoint.complete(tmp_path / "run")[-1])
-    assert generate.load_model(run, "cpu")[2] == "step-000002"
+    model, _, name, _ = generate.load_model(run, "cpu")
+    assert name == "step-000002"
+    assert all(layer.config.capacity is None for layer in step_module.moe_layers(model)), "a prompt keeps its tokens"
     left.append(checkpoint.complete(tmp_path / "run")[-1])
     assert hf.export(run, f"{tmp_path}/model") == "step-000001"
     run_ranks(1, evaluated_while_it_goes, ["--resume", run, "--evaluate"])

@@ -152,6 +152,13 @@ def test_bf16_adapters_have_masters_and_the_base_has_none(folder, text, tmp_path
     assert json.loads((tmp_path / "run" / "config.json").read_text())["lora_rank"] == RANK
 
 
+def test_a_merged_weight_is_the_weight_and_the_scaled_product_of_its_factors():
+    weight, A, B = torch.randn(5, 3), torch.randn(2, 3), torch.randn(5, 2)
+    weights = {"q.weight": weight, "q.lora_A.weight": A, "q.lora_B.weight": B, "k.weight": weight}
+    assert_same(hf.merged(weights, 2.5, "q.weight"), weight + 2.5 * B @ A, 1e-6)
+    assert torch.equal(hf.merged(weights, 2.5, "k.weight"), weight)
+
+
 def test_options_that_cannot_go_with_adapters_are_refused_in_one_line(folder, text, tmp_path):
     plain = arguments(text)
     with_init = [*plain, "--init", folder]

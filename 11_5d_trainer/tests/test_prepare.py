@@ -279,9 +279,10 @@ def tokenizer(tmp_path_factory):
 def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_else_is_gone(
     tokenizer, stories, capsys, monkeypatch
 ):
-    prepared(capsys, stories / "stories", "--tokenizer", tokenizer, "--out", stories / "out")
+    own = ["--tokenizer", tokenizer, "--eos", "<|im_start|>"]
+    prepared(capsys, stories / "stories", *own, "--out", stories / "out")
     corpus = load_corpus(Config(data=str(stories / "out"), seq_len=16))
-    assert [corpus.decode(tokens) for tokens in documents(corpus.held_out[0])] == STORIES[9::10]
+    assert [corpus.decode(tokens) for tokens in documents(corpus.held_out[0], 1)] == STORIES[9::10]
     assert corpus.vocab_size == 300 and corpus.size < 0.6 * sum(map(len, STORIES))
     words = [*arguments(str(stories / "out"), steps=2, sample=8), "--documents", "--out", str(stories / "run")]
     run_ranks(1, run, words, {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48})
@@ -299,6 +300,7 @@ def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_
         hf.export(str(stories / "run"), str(stories / "exported"))
         theirs = transformers.AutoTokenizer.from_pretrained(stories / "exported")
         assert theirs.decode(theirs.encode(STORIES[0], add_special_tokens=False)) == STORIES[0]
+        assert json.loads((stories / "exported" / "config.json").read_text())["eos_token_id"] == 1
 
 
 @pytest.mark.prove
@@ -381,6 +383,10 @@ def test_of_a_chat_only_answers_and_their_ends_are_learned(kind, tokenizer, tmp_
     answers = corpus.decode(learned).split("<|im_end|>")
     assert len(answers) > 60 and set(answers[1:-1]) == {"4."}
     assert torch.equal(row.tokens[1 : 1 + labels.numel()][labels.flatten() != IGNORE].long(), f64(learned).long())
+    [one] = load_corpus(Config(data=str(tmp_path / "out" / "train.bin"), seq_len=64)).held_out
+    assert torch.equal(one.mask, row.mask[-len(one.tokens) :])
+    with pytest.raises(UsageError, match="^--eval-samples 1: the first 1 validation samples .* no token to predict; "):
+        load_corpus(Config(data=str(tmp_path / "out"), seq_len=4, eval_samples=1))
     if kind == "tokenizer":
         assert (row.tokens == 2).sum() == (row.tokens == 1).sum() == 5 * 36  # marks are tokens of their own
         assert corpus.tokens_per_byte is None
@@ -525,7 +531,12 @@ def test_labels_end_and_places_begin_again_with_each_document():
     assert places.tolist() == [[0, 1, 2, *range(13)], [0, 1, 2, 3, *range(12)], [0, *range(15)]]
 
 
-def gradients_in_documents(words):
+def gradients_in_documents(words, layouts):
+    for layout in layouts:
+        gradients_in_one_layout([*words, *layout.split()])
+
+
+def gradients_in_one_layout(words):
     """Two steps of the trainer in a layout; and of each document by itself, on one process."""
     plan = train.prepare(words, dist.get_world_size())
     config = plan.config
@@ -555,25 +566,20 @@ def gradients_in_documents(words):
     assert len(borders) > 1
 
 
-@pytest.mark.always("2---tp 2 --sequence-parallel")
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (1, ""),
-        (1, "--recompute selective"),
-        (1, "--recompute full"),
-        (2, "--zero 2"),
-        (2, "--tp 2 --sequence-parallel"),
-        (2, "--cp 2 --cp-kind zigzag"),
-        (2, "--cp 2 --cp-kind ring"),
-        (2, "--cp 2 --cp-kind allgather --recompute full"),
-        (2, "--cp 2 --cp-kind ulysses"),
-    ],
-)
-def test_documents_in_any_layout_are_those_that_one_process_sees_one_by_one(ranks, layout, stories, capsys):
+IN_DOCUMENTS = {
+    "alone": (1, "", "--recompute selective", "--recompute full"),
+    "tensor and context": (2, "--tp 2 --sequence-parallel", *(f"--cp 2 --cp-kind {k}" for k in ("zigzag", "ulysses"))),
+    "others": (2, "--zero 2", "--cp 2 --cp-kind ring", "--cp 2 --cp-kind allgather --recompute full"),
+}
+
+
+@pytest.mark.always("tensor and context")
+@pytest.mark.parametrize("which", IN_DOCUMENTS)
+def test_documents_in_any_layout_are_those_that_one_process_sees_one_by_one(which, stories, capsys):
     prepared(capsys, stories / "stories", "--out", stories / "out")
-    words = [*arguments(str(stories / "out"), clip=0, seq_len=64), "--documents", *layout.split()]
-    run_ranks(ranks, gradients_in_documents, words)
+    ranks, *layouts = IN_DOCUMENTS[which]
+    words = [*arguments(str(stories / "out"), clip=0, seq_len=64), "--documents"]
+    run_ranks(ranks, gradients_in_documents, words, layouts)
 
 
 # ---------------------------------------------------------------------------------------------------------- Parquet

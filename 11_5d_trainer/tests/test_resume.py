@@ -25,7 +25,8 @@ from test_train import SIZES, SMALL, arguments, f64, losses, run, train_on
 @pytest.mark.always("2-True")
 @pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True), (4, False)])
 def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
-    whole = [*arguments(text, precision="fp32", keep=9), *(["--tied"] if tied else []), "--out", str(tmp_path / "run")]
+    biased = ["--tied", "--experts", "4", "--router", "sigmoid", "--bias-speed", "0.1"]  # the biases are no parameters
+    whole = [*arguments(text, precision="fp32", keep=9), *(biased if tied else []), "--out", str(tmp_path / "run")]
     undisturbed, folder = train_on(ranks, whole, tied=tied)
     resumed, same = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000004"], tied=tied)
     assert same == folder
@@ -55,14 +56,16 @@ def test_the_data_position_counts_every_sample_of_every_rank_and_micro_batch(tex
     assert checkpoint.find(folder)[2].samples == 8 * 8
 
 
-def test_only_the_newest_checkpoints_are_kept(text, tmp_path):
-    _, folder = train_on(1, [*arguments(text, save_every=1, keep=3), "--out", str(tmp_path / "run")])
-    assert [path.name for path in checkpoint.complete(Path(folder))] == ["step-000006", "step-000007", "step-000008"]
-
-
 def validated_as(values, words, sizes):
     with mock.patch.object(train, "validate", lambda *_: values.pop(0)):
         return run(words, sizes)
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(text, tmp_path):
+    words = [*arguments(text, eval_every=1, save_every=3, keep=2), "--keep-best", "--out", str(tmp_path / "run")]
+    values = [1.0, 3.0, 2.0, 4.0, 3.0, 2.5, 5.0, 6.0, 7.0]  # that of step 0 does not count
+    _, folder = run_ranks(1, validated_as, values, words, SMALL)[0]
+    assert [checkpoint.step_of(path) for path in checkpoint.complete(Path(folder))] == [2, 6, 8]
 
 
 @pytest.mark.prove

@@ -229,21 +229,29 @@ def test_wsd_is_constant_and_falls_as_one_minus_a_square_root_in_the_last_steps(
     assert rates == pytest.approx([0.25, 0.5, 0.75, *[1.0] * 13, *falling])
     whole = dataclasses.replace(config, decay_steps=0)  # a fifth of the steps
     assert [train.learning_rate(step, whole) for step in range(20)] == rates
+    warm = dataclasses.replace(whole, warmup=18)  # which leaves less than a fifth
+    rates = [train.learning_rate(step, warm) for step in (17, 18, 19)]
+    assert rates == pytest.approx([1.0, 0.2 + 0.8 * (1 - math.sqrt(0.5)), 0.2])
 
 
 def test_the_only_step_of_a_run_has_a_loss_in_the_summary(text, tmp_path):
-    words = [*arguments(text, steps=1, warmup=0), "--out", str(tmp_path / "run")]
+    words = [*arguments(text, steps=1, warmup=0, sample=4), "--out", str(tmp_path / "run")]
+    words += ["--experts", "4", "--router", "sigmoid", "--bias-speed", "0.1"]  # biases count steps: no parameters
     said = run_ranks(1, said_by_a_run, words)[0]
     assert "loss            5." in said and "nan" not in said, said
+    llama = model.alone(SIZES, Config(**parse(words)).mixture(SIZES), "meta")
+    assert f"\n{sum(p.numel() for p in llama.parameters()):,} parameters; " in said, said
+    assert "no sample: the full model does not fit on this GPU beside the run; try generate.py " in said, said
 
 
 def said_by_a_run(words):
     lines = []
-    say, train.Logger.say = train.Logger.say, lambda self, text: lines.append(text)
-    try:
+    no_memory = mock.Mock(side_effect=torch.OutOfMemoryError)
+    with (
+        mock.patch.object(train.Logger, "say", lambda self, text: lines.append(text)),
+        mock.patch.object(train, "load_model", no_memory),
+    ):
         weights_of_a_run(words)
-    finally:
-        train.Logger.say = say
     return "\n".join(lines)
 
 
@@ -308,6 +316,46 @@ def test_a_micro_batch_passes_at_most_eight_files_and_the_readme_lists_them(text
     assert len(told) <= 8 and set(told) == piped
     assert plain == piped - {"pipeline_executor.py"}
     assert sharded == plain - {"gradients.py", "gradient_reducers.py"} | {"zero_stages.py", "zero3.py"}
+
+
+def computed_by(layouts, text):
+    """Of each layout: how often attention is computed in a step. For --compile, whether each block is compiled; in
+    fp8, whether the output layer is and another one."""
+    found, core = [], F.scaled_dot_product_attention
+    for layout in layouts:
+        config = Config(**parse([*arguments(text), *layout.split()]))
+        me = make_trainer(config, SIZES, torch.device("cpu"))
+        blocks, dp = me.model.model.layers, me.mesh.sizes["dp"]
+        if config.compile:
+            found.append([block._compiled_call_impl is not None for block in blocks])
+            continue
+        if config.precision in FP8:
+            layers = (me.model.lm_head, blocks[0].mlp.up_proj)
+            linears = [getattr(layer, "linear", None) or layer.parts.linear for layer in layers]
+            found.append([isinstance(linear, Fp8Linear) for linear in linears])
+            continue
+        batches = Sampler(load_corpus(config).train, 16, 256, 0).step(2, config.accumulation(dp), 0, dp)
+        with mock.patch.object(F, "scaled_dot_product_attention", mock.Mock(wraps=core)) as attention:
+            step_module.gradient_step(me, batches)
+        found.append(attention.call_count)
+    return found
+
+
+COMPUTED = {  # 2 micro-batches in 2 layers on two data ranks, 4 in 1 layer on two stages
+    "": 4,
+    "--recompute selective": 8,
+    "--recompute full": 8,
+    "--recompute full --experts 4": 8,
+    "--recompute full --pp 2": 8,
+    "--compile": [True, True],
+    "--precision fp8-row": [False, True],
+    "--precision fp8-row --tp 2": [False, True],
+}
+
+
+def test_layers_are_recomputed_compiled_and_in_fp8_as_asked(text):
+    for found in run_ranks(2, computed_by, [*COMPUTED], text):
+        assert dict(zip(COMPUTED, found, strict=True)) == COMPUTED
 
 
 def dtypes_of_new_memory(words):

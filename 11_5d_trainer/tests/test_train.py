@@ -24,6 +24,7 @@ from llama import LlamaConfig
 from model import PRESETS, full_shapes
 from moe_layer import moe_layers, set_loss_scale, update_biases
 from moe_llama import gather_experts
+from options import Config
 from training_step import accumulate
 
 SIZES = LlamaConfig(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
@@ -241,6 +242,7 @@ def test_a_run_that_is_validated_after_every_step_trains_as_one_that_is_not(layo
     words = f"--experts 4 --router sigmoid --bias-speed 0.1 {layout}".split()
     logs = [train_on(2, [*arguments(text, eval_every=n), *words, "--out", str(tmp_path / str(n))])[0] for n in (0, 1)]
     assert losses(logs[0]) == losses(logs[1])
+    assert abs(logs[0][0]["val_loss"] - math.log(256)) < 0.2, "of all stages together"
 
 
 @pytest.mark.prove
@@ -279,7 +281,10 @@ def test_the_groups_are_those_that_the_picture_shows(text, capsys):
     assert groups["tp"][2] == [4, 5] and [5, 7] in groups["ring"] and [5, 13] in groups["pp"]
     assert [1, 3, 5, 7] in groups["data"] and [1, 3] in groups["ep"] and [1, 5] in groups["experts"]
     mirrored = mesh.members(dict(zip(mesh.AXES, (4, 1, 1, 1, 1), strict=True)), mirrored=True)
-    assert mirrored["data"].tolist() == [[0, 3], [1, 2]] and mirrored["ends"].tolist() == [[0, 3]]
+    for name in ("data", "experts", "all tokens"):
+        assert mirrored[name].tolist() == [[0, 3], [1, 2]], name
+    assert mirrored["ends"].tolist() == [[0, 3]]
+    assert Config(cp=4, tp=2, cp_kind="usp").ring_and_ulysses(SIZES) == (2, 2), "by the heads of a tensor rank"
     for name, lines in groups.items():
         if name != "ends":  # the middle of a pipeline is in none of these
             assert sorted(rank for line in lines for rank in line) == list(range(16)), (
