@@ -388,7 +388,8 @@ def test_the_second_call_runs_once_more_the_scripts_that_failed(tmp_path, monkey
         ("03_zero/zero.py", "too slow", "its time was over"),
         ("09_kernels/in_depth/bench_fp8.py", "too slow", "its time was over"),
         ("tests/harness/ceilings.py", "too slow", "its time was over"),
-        ("11_5d_trainer/train.py", "failed", "exit code 1"),
+        ("11_5d_trainer/train.py", "failed", "exit code 1: CUDA error: illegal"),
+        ("11_5d_trainer/bench/bench_train_gpu.py", "failed", "exit code 1: CUDA error: illegal"),  # of no script
         ("02_data_parallel/data_parallel.py", "passed", ""),
     ]
     steps = [{"step": name, "status": status, "reason": reason} for name, status, reason in steps]
