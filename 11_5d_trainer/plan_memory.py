@@ -160,7 +160,7 @@ def kernels_of(config: Config) -> str:
     """What `--kernels auto` means on the device of these options; without one, a GPU."""
     if config.kernels != "auto":
         return config.kernels
-    return "torch" if config.device == "cpu" else "triton"
+    return "torch" if config.device == "cpu" or config.precision == "fp64" else "triton"
 
 
 def check_planned(config: Config, sizes: LlamaConfig, world_size: int) -> None:

@@ -51,7 +51,7 @@ from llama import LlamaConfig
 from mesh import AXES
 from options import SIZES, Config, UsageError, flag
 from options import parse as parse_trainer
-from plan_memory import Layout, check_planned, peak
+from plan_memory import SAME, Layout, check_planned, peak
 from plan_search import Task, search
 from plan_time import Cluster, Step, read_cluster, step_time
 from plan_traffic import by_collective, flows
@@ -61,6 +61,7 @@ from rehearse_time import Timeline, on_the_clock, write_trace
 from step import has_triton
 
 GIB = 2**30
+PLANNED = {"cp", "cp_kind", "global_batch"} | {*SAME} - {"seq_len", "precision", "tp_overlap"}  # options of a layout
 
 
 @dataclasses.dataclass
@@ -271,14 +272,16 @@ def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaC
     except ValueError as error:
         raise UsageError(f"{', '.join(f'{flag(name)} {value}' for name, value in own.items())}: {error}") from None
     if args.plan:
+        if own := next((name for name in words if name in PLANNED), ""):
+            raise UsageError(f"{flag(own)}: with --plan the planner decides the layout; leave one of them out")
         cluster = cluster_of(args)
         seq_len = words.get("seq_len", 8192)
         batch, rest = divmod(args.tokens, seq_len)
         if rest:
             right = max(1, batch) * seq_len
             raise UsageError(f"--tokens {args.tokens} is no multiple of --seq-len {seq_len}; use {right}")
-        moe = plan.mixture(args.model)
-        precision = words.get("precision", "bf16-master")
+        moe = Config(**words).mixture(sizes)
+        precision = words.get("precision", "")
         kernels = words.get("kernels", "auto")
         kernels = "" if kernels == "auto" else kernels
         task = Task(sizes, moe, cluster, args.ranks, batch, seq_len, precision, kernels=kernels)

@@ -29,6 +29,7 @@ import torch.distributed as dist  # noqa: E402
 from _plan_meter import TEXT, even_load, held  # noqa: E402
 from data import Sampler  # noqa: E402
 from harness.meter import communication, peak_memory  # noqa: E402
+from harness.programs import error_from  # noqa: E402
 from harness.ranks import run_ranks  # noqa: E402
 from llama import LLAMA3_70B, LlamaConfig  # noqa: E402
 from options import Config, UsageError  # noqa: E402
@@ -136,10 +137,15 @@ def test_options_that_change_the_model_are_rehearsed_and_not_forgotten():
     assert (sizes.layers, sizes.hidden, sizes.tied) == (1, 64, True)
     refused = {"--heads 3": "--heads 3: ", "--config my/config.json": "--config: --model decides"}
     refused["--plan --seq-len 24 --tokens 100"] = "--tokens 100 is no multiple of --seq-len 24; use 96"
+    refused["--plan --tp 2"] = "--tp: with --plan the planner decides the layout; leave one of them out"
     refused["--plan --seq-len 240 --tokens 100"] = "--tokens 100 is no multiple of --seq-len 240; use 240"
     for words, says in refused.items():
         with pytest.raises(UsageError, match=f"^{says}"):
             rehearse_module.config_of(*rehearse_module.arguments(["--model", "tiny", "--ranks", "2", *words.split()]))
+    planned = ["--plan", "--experts", "4", "--cluster", "v100-dgx2", "--seq-len", "128", "--tokens", "8192"]
+    with patch.object(rehearse_module, "search", side_effect=UsageError("asked")) as search:
+        assert error_from(UsageError, rehearse_module.config_of, *rehearse_module.arguments(planned)) == "asked"
+    assert (search.call_args[0][0].moe.experts, search.call_args[0][0].precision) == (4, "fp16")
 
 
 def really(words):
