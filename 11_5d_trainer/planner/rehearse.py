@@ -136,7 +136,7 @@ def rehearse(
         timeline = on_the_clock(runs, twin, backend, cluster)
         step = (
             None
-            if unplanned(config, sizes, ranks)
+            if unplanned(config, sizes, ranks, timed=True)
             else step_time(sizes, config.mixture(sizes), Layout.of(config, sizes, ranks), cluster)
         )
     return Rehearsal(config, sizes, ranks, backend, runs, finding, time.perf_counter() - begin, timeline, step)
@@ -150,10 +150,10 @@ def table(rows: list[list[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def unplanned(config: Config, sizes: LlamaConfig, ranks: int) -> str:
-    """Why the planner has no values to compare; empty if it has."""
+def unplanned(config: Config, sizes: LlamaConfig, ranks: int, timed: bool = False) -> str:
+    """Why the planner has no bytes to compare, and if `timed` no seconds; empty if it has."""
     try:
-        check_planned(config, sizes, ranks)
+        check_planned(config, sizes, ranks, timed)
     except UsageError as error:
         return str(error)
     return ""

@@ -151,6 +151,7 @@ def test_ties_are_grouped_by_the_axes_that_they_use_and_the_simplest_family_lead
         ("--dispatch once", "--ep 8"),
         ("--capacity 1.5", "--ep 8"),
         ("--documents", "--zero 2"),
+        ("--cp-kind ring", "--cp 2"),
         ("--compile", "--zero 2"),
         ("--kernels cuda", "--zero 1 --precision bf16-master"),
         ("--precision fp8-block", "--zero 1"),
