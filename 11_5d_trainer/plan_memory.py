@@ -164,7 +164,7 @@ def kernels_of(config: Config) -> str:
 
 
 def check_planned(config: Config, sizes: LlamaConfig, world_size: int, timed: bool = True) -> None:
-    """Raise UsageError for options of the trainer whose bytes, or if `timed` seconds, the planner's formulas do not have.
+    """Raise UsageError for options of the trainer whose bytes, or if `timed` seconds, the formulas do not have.
 
     Ignoring them silently would plan another run.
     """

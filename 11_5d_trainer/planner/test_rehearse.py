@@ -34,7 +34,7 @@ from harness.ranks import run_ranks  # noqa: E402
 from llama import LLAMA3_70B, LlamaConfig  # noqa: E402
 from options import Config, UsageError  # noqa: E402
 from plan_memory import Layout  # noqa: E402
-from plan_time import Cluster, read_cluster  # noqa: E402
+from plan_time import Cluster, read_cluster, width_of  # noqa: E402
 from plan_traffic import by_collective, flows  # noqa: E402
 from rehearse import main, rehearse, report, twins  # noqa: E402
 from rehearse_match import Finding, differ, match  # noqa: E402
@@ -89,6 +89,15 @@ def test_with_fused_kernels_the_planners_peak_is_the_rehearsed_one(ranks, words,
         sent = by_collective(flows(WIDE, moe, layout, run.place["pp"]))
         assert run.sent() == pytest.approx(sent, rel=1e-9), f"{words}, stage {run.place['pp']}"
         assert abs(got / want - 1) <= near, f"{words}, stage {run.place['pp']}: {got:,} planned, {want:,} rehearsed"
+
+
+def test_a_product_on_the_clock_takes_what_the_planner_says_of_its_three_sides():
+    cluster = read_cluster("h100-400g")
+    a, b = (torch.empty(shape, device="meta") for shape in ((8192, 4096), (4096, 512)))
+    seconds = cluster.product(2 * 8192 * 4096 * 512, width_of([(8192, 4096, 512)]))
+    one, many = ((torch.ops.aten.mm, (a, b), 1), (torch.ops.aten.bmm, (a.expand(3, -1, -1), b.expand(3, -1, -1)), 3))
+    for operator, given, times in (one, many):
+        assert rehearse_rank.seconds_of(operator.default, given, None, cluster) == pytest.approx(times * seconds)
 
 
 @pytest.mark.prove
