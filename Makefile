@@ -19,7 +19,7 @@ help:  ## list the targets
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "make: $(PYTHON) is older than Python 3.11; name another with make PYTHON=python3.12" >&2; exit 1; }
+	  { echo "make: $(PYTHON) is not Python 3.11 or newer; name another with make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
 	@touch $@
