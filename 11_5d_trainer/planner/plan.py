@@ -74,15 +74,16 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--kernels", default="", choices=("torch", "triton"), help="default: what the trainer takes on a GPU"
     )
-    parser.add_argument(
+    answers = parser.add_mutually_exclusive_group()
+    answers.add_argument(
         "--explain", metavar="LAYOUT", help="the trainer's options, in quotes: the budget of one layout"
     )
-    parser.add_argument("--facts", action="store_true", help="compare with published measurements")
-    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine and write a cluster file")
-    parser.add_argument("--after", metavar="RUN", help="a run's folder: measured beside predicted, on its --cluster")
+    answers.add_argument("--facts", action="store_true", help="compare with published measurements")
+    answers.add_argument("--calibrate", metavar="FILE", help="measure this machine and write a cluster file")
+    answers.add_argument("--after", metavar="RUN", help="a run's folder: measured beside predicted, on its --cluster")
+    answers.add_argument("--html", metavar="FILE", help="write the interactive page")
+    answers.add_argument("--figure", metavar="FILE", help="draw bytes and seconds of the fastest layouts")
     parser.add_argument("--write", action="store_true", help="with --after: write the measured ceiling into --cluster")
-    parser.add_argument("--html", metavar="FILE", help="write the interactive page")
-    parser.add_argument("--figure", metavar="FILE", help="draw bytes and seconds of the fastest layouts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(given)
     if args.model not in MODELS:

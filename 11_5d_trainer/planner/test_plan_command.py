@@ -223,6 +223,9 @@ def test_the_three_steps_end_with_the_stage_of_zero_that_is_fastest():
 def test_what_fits_nowhere_is_named(capsys):
     assert plan.main(["--model", "llama3-70b", "--cluster", "h200", "--tokens", "8192"]) == 2
     assert "plan.py: --model llama3-70b on 1 GPU(s)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plan.main(["--figure", "bars.svg", "--explain", "--zero 1"])
+    assert "argument --explain: not allowed with argument --figure" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- models as they come
