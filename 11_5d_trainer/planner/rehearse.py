@@ -225,7 +225,7 @@ def arguments(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--ranks", type=int, default=8, help="GPUs of the run")
     parser.add_argument("--plan", action="store_true", help="take the layout that the planner proposes")
     parser.add_argument("--cluster", default="h100-400g", help="name in clusters/, or a .json file like those")
-    parser.add_argument("--tokens", type=int, default=4 * 2**20, help="for --plan: tokens of a global batch")
+    parser.add_argument("--tokens", type=int, help=f"for --plan: tokens of a global batch, by default {4 * 2**20}")
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     parser.add_argument("--trace", metavar="FILE", help="write the step on the clock as a Chrome trace")
     parser.add_argument("--all-ranks", action="store_true", help="run every rank, not one of each kind")
@@ -233,6 +233,9 @@ def arguments(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, rest = parser.parse_known_args(given)
     if args.model not in plan.MODELS:
         raise UsageError(f"--model {args.model} is unknown; use {', '.join(plan.MODELS)}")
+    if args.tokens is not None and not args.plan:
+        raise UsageError("--tokens is for --plan; without it, --global-batch and --seq-len say what a step takes")
+    args.tokens = 4 * 2**20 if args.tokens is None else args.tokens
     for name in ("ranks", "tokens", "processes"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)} must be at least 1")

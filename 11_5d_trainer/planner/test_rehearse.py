@@ -674,6 +674,7 @@ def test_a_finding_is_printed_and_the_exit_code_is_1(capsys):
         ("--experts 4 --dispatch once --micro-batch 1", "--dispatch once cannot be rehearsed"),
         ("--model gpt-9", "--model gpt-9 is unknown"),
         ("--ranks 0", "--ranks 0 must be at least 1"),
+        ("--tokens 8192", "--tokens is for --plan"),
         ("--no-such-option 7", "--no-such-option"),
         ("--backend mpi", "--backend"),
         ("--model llama3-8b --preset tiny", "--preset tiny is not --model llama3-8b"),
