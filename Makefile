@@ -19,7 +19,7 @@ help:  ## list the targets
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "make: $(PYTHON) is older than Python 3.11; name another with make PYTHON=python3.12" >&2; exit 1; }
+	  { echo "make: $(PYTHON) is not Python 3.11 or newer; name another with make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
 	@touch $@
@@ -80,12 +80,14 @@ lint: $(READY)  ## ruff (rules and format), and mypy on the harness and the trai
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy tests/harness 11_5d_trainer
 
-CHAPTER  = $(or $(CH),[01]?)_*
-IS_THERE = ls -d $(CHAPTER)/ >/dev/null 2>&1 || { echo "make: there is no chapter $(CH)" >&2; exit 2; }
+CHAPTERS = $(shell grep -oE '[01][0-9]_[a-z0-9_]+' tests/harness/layout.py | sort -u)
+CHAPTER  = $(if $(CH),$(filter $(CH)_%,$(CHAPTERS)),$(CHAPTERS))
+BENCHES  = $(wildcard $(addsuffix /bench_*.py,$(CHAPTER)) $(addsuffix /*/bench_*.py,$(CHAPTER)))
+IS_THERE = test -n "$(CHAPTER)" || { echo "make: there is no chapter $(CH)" >&2; exit 2; }
 
 bench: $(READY)  ## verify, then measure every chapter, or with CH=03 one; writes results/ and the tables of the READMEs
 	@set -e; $(IS_THERE); \
-	for script in $(wildcard $(CHAPTER)/bench_*.py $(CHAPTER)/*/bench_*.py); do \
+	for script in $(BENCHES); do \
 	  echo "== $$script"; $(PY) $$script; done
 	$(PY) tests/harness/report.py
 
@@ -106,7 +108,7 @@ results: $(READY)  ## tables and figures of the READMEs from results/; FROM=FILE
 .PHONY: figures
 figures: $(READY)  ## draw every figure again from results/, or with CH=03 those of one chapter
 	@set -e; $(IS_THERE); \
-	for script in $$(grep -l -e --figures $(CHAPTER)/bench_*.py $(CHAPTER)/*/bench_*.py); do \
+	for script in $$(grep -l -e --figures $(BENCHES)); do \
 	  echo "== $$script"; $(PY) $$script --figures; done
 	$(PY) tests/harness/computed.py --figures
 

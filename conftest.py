@@ -18,8 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from harness.layout import HOMES
 
 ROOT = Path(__file__).parent
+collect_ignore = [folder.name for folder in ROOT.glob("[01]*_*") if folder.name not in HOMES]  # copies of a chapter
 TRITON = find_spec("triton") is not None
 PREFLIGHT = "import json; from harness import ranks; print(json.dumps([ranks.preflight(), ranks._pool.unit]))"
 
@@ -33,8 +35,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     chapter = config.getoption("--chapter")
-    if chapter and not list(ROOT.glob(f"{chapter}_*")):
-        known = " ".join(sorted(folder.name[:2] for folder in ROOT.glob("[01][0-9]_*")))
+    if chapter and chapter not in {name[:2] for name in HOMES}:
+        known = " ".join(sorted(name[:2] for name in HOMES))
         pytest.exit(f"there is no chapter {chapter!r}; CH is one of {known}", returncode=2)
     if config.getoption("--prove"):
         os.environ["PROVE"] = "1"
@@ -44,7 +46,10 @@ def pytest_configure(config):
     if config.getoption("--for") and not hasattr(config, "workerinput"):
         from harness.mutations import changed_files, tests_for
 
-        changed = changed_files()
+        try:
+            changed = changed_files()
+        except LookupError as error:
+            pytest.exit(f"--for changed: {error}", returncode=2)
         chapters = {file.relative_to(ROOT).parts[0][:2] for file in changed}
         os.environ["FOR"] = json.dumps([sorted(map(str, tests_for(changed))), sorted(chapters)])
     if "RANKS_UNIT" not in os.environ and not config.getoption("--collect-only"):

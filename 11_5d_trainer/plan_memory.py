@@ -160,11 +160,11 @@ def kernels_of(config: Config) -> str:
     """What `--kernels auto` means on the device of these options; without one, a GPU."""
     if config.kernels != "auto":
         return config.kernels
-    return "torch" if config.device == "cpu" else "triton"
+    return "torch" if config.device == "cpu" or config.precision == "fp64" else "triton"
 
 
-def check_planned(config: Config, sizes: LlamaConfig, world_size: int) -> None:
-    """Raise UsageError for options of the trainer whose bytes or seconds the planner's formulas do not have.
+def check_planned(config: Config, sizes: LlamaConfig, world_size: int, timed: bool = True) -> None:
+    """Raise UsageError for options of the trainer whose bytes, or if `timed` seconds, the formulas do not have.
 
     Ignoring them silently would plan another run.
     """
@@ -182,6 +182,7 @@ def check_planned(config: Config, sizes: LlamaConfig, world_size: int) -> None:
         f"--lora-rank {config.lora_rank}": (config.lora_rank, "weights that are not trained"),
         f"--capacity {config.capacity:g}": (config.capacity, "tokens that are dropped"),
         "--documents": (config.documents, "attention that sees less than its sequence"),
+        "--cp-kind ring": (timed and config.cp > 1 and config.cp_kind == "ring", "which rank has more of the mask"),
         "--compile": (config.compile, "what a compiler fuses"),
         "--kernels cuda": (config.kernels == "cuda", "its products and its attention"),
         f"--precision {config.precision}": (config.precision in FP8, "products in 8 bits"),

@@ -199,6 +199,8 @@ def unreadable(svg: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("check_site.py: which folder? For example: python book/check_site.py book/site")
     wrong = faults(Path(sys.argv[1]))
     print("\n".join(wrong) or "every link leads somewhere, and nothing is fetched from outside")
     sys.exit(bool(wrong))

@@ -32,6 +32,7 @@ from sandbox import ROOT, Judge, Limits, Outcome, Result, no_cell, read_files
 sys.path.insert(0, str(ROOT / "tests"))
 from harness import fences
 from harness.fences import Fence
+from harness.layout import homes
 from harness.mutations import Mistake, mistakes_of, tables
 
 LEVELS = ("easy", "medium", "hard")
@@ -188,14 +189,14 @@ class Course:
 
     def __init__(self, root: Path = ROOT, only: str = "") -> None:
         self.root = root
-        self.files = read_files(root)
+        self.files = read_files(root, homes(root) | {"tests"})
         self.chapters: dict[str, Chapter] = {}
         reach = Reach(self.files)
-        for folder in sorted(root.glob("[01][0-9]_*")):
+        for folder in sorted(root / name for name in homes(root)):
             if only and only not in _names(folder.name):
                 continue
-            homes = [home for home in (folder, folder / "in_depth", folder / "planner") if home.is_dir()]
-            paths = [path for home in homes for path in sorted(home.iterdir()) if path.suffix in (".py", ".cu")]
+            inside = [home for home in (folder, folder / "in_depth", folder / "planner") if home.is_dir()]
+            paths = [path for home in inside for path in sorted(home.iterdir()) if path.suffix in (".py", ".cu")]
             scripts = [script for script in map(self._script, paths) if script.fences]
             if scripts:
                 readme = folder / "README.md"

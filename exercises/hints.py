@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from checking import Chapter, Course, Script, Submission, check
+from checking import Chapter, Course, CourseError, Script, Submission, check
 from harness import fences
 from sandbox import Judge, Limits
 
@@ -107,8 +107,12 @@ def measure(course: Course, chapter: Chapter, judge: Judge, most: int = 5) -> Co
 def main() -> None:
     course, total = Course(), Counter[str]()
     limits = Limits(test_seconds=40, test_cpu_seconds=60, hang=10)
-    for name in sys.argv[1:] or course.chapters:
-        chapter = course.chapter(name)
+    try:
+        chapters = [course.chapter(name) for name in sys.argv[1:] or course.chapters]
+    except CourseError as error:
+        print(f"hints.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    for chapter in chapters:
         with Judge(course.files, limits, trusted=True) as judge:
             counted = measure(course, chapter, judge)
         total += counted

@@ -21,7 +21,6 @@ import ctypes
 import functools
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -36,7 +35,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(".*", "*.pyc.*", "runs", "profiles", "results", "student", "*.egg-info")
-OWN = re.compile(r"[01]\d_\w+|tests")  # the folders that tests of exercises use; others may be submissions, or data
 CELL = Path(__file__).with_name("cell.sh")
 MIB = 2**20
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -416,12 +414,13 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
         path.write_bytes(content)
 
 
-def read_files(root: Path) -> dict[str, bytes]:
-    """All files of a repository that a copy needs, by their path in it, without the exercises' answers."""
+def read_files(root: Path, own: set[str]) -> dict[str, bytes]:
+    """All files of a repository that a copy needs, by their path in it, without the exercises' answers. `own`: the
+    folders that tests of exercises use; others may be submissions, or data."""
     files: dict[str, bytes] = {}
     for where, folders, names in os.walk(root):
         left_out = NOT_COPIED(where, [*folders, *names]) | {"__pycache__", "exercises"}
-        known = [name for name in folders if Path(where) != root or OWN.fullmatch(name)]
+        known = [name for name in folders if Path(where) != root or name in own]
         folders[:] = [name for name in known if name not in left_out]
         for name in names:
             path = Path(where) / name

@@ -189,16 +189,16 @@ def failed_before(run: Run) -> list[Step]:
     benchmark (its sizes are small), runs under compute-sanitizer."""
     steps = []
     for name, why in run.failures().items():
-        script = ROOT / name
-        if script.suffix != ".py" or not script.exists():
+        failed = ROOT / name
+        script = failed.with_name(failed.name.removeprefix("bench_"))
+        if script.suffix != ".py" or not script.exists() or name.startswith("tests/"):
             continue
-        if BROKEN.search(why):
-            script = script.with_name(script.name.removeprefix("bench_"))
+        if script.name == "train.py":
+            steps.append(trains(run.dry))
+        elif BROKEN.search(why):
             check = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "3"]
             steps.append(Step(relative(script), [check + python(script)], 60.0, needs=("compute-sanitizer",)))
-        elif script.name == "train.py":
-            steps.append(trains(run.dry))
-        elif not script.name.startswith("bench_") and not name.startswith("tests/"):
+        elif script == failed:
             steps.append(passes(script))
     return steps
 

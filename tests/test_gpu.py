@@ -15,6 +15,7 @@ import gpu
 import pytest
 import torch
 from gpu import Section, Step
+from harness import ceilings
 from harness.goals import GOALS, judge, number
 from harness.layout import chapter_of, files, find
 from harness.ranks import run_ranks
@@ -390,7 +391,8 @@ def test_the_second_call_runs_once_more_the_scripts_that_failed(tmp_path, monkey
         ("03_zero/zero.py", "too slow", "its time was over"),
         ("09_kernels/in_depth/bench_fp8.py", "too slow", "its time was over"),
         ("tests/harness/ceilings.py", "too slow", "its time was over"),
-        ("11_5d_trainer/train.py", "failed", "exit code 1"),
+        ("11_5d_trainer/train.py", "failed", "exit code 1: CUDA error: illegal"),
+        ("11_5d_trainer/bench/bench_train_gpu.py", "failed", "exit code 1: CUDA error: illegal"),  # of no script
         ("02_data_parallel/data_parallel.py", "passed", ""),
     ]
     steps = [{"step": name, "status": status, "reason": reason} for name, status, reason in steps]
@@ -406,6 +408,15 @@ def test_the_second_call_runs_once_more_the_scripts_that_failed(tmp_path, monkey
     run.path.rename(results / run.path.name)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     assert "03_zero/zero.py" in a_run(tmp_path / "empty").failures(), "a borrowed machine may be empty again"
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_a_copy_over_the_link_that_copies_nothing_is_no_result(to_device, monkeypatch):
+    cpu = torch.device("cpu")
+    assert ceilings.link_bandwidth(cpu, 4096, to_device, repeats=2).median > 0
+    monkeypatch.setattr(ceilings, "timer", lambda *_: lambda run: ceilings.Ratio(1.0, 1.0, 1.0))
+    with pytest.raises(SystemExit, match="differs from its source"):
+        ceilings.link_bandwidth(cpu, 4096, to_device)
 
 
 def test_nothing_is_written_beside_the_sources():

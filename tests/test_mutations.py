@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from harness import mutations
 from harness.mutations import Mistake, digest, known, needed_by, remember
+from harness.programs import error_from
 
 SCRIPT = """x = 1
 # --- exercise 1.1: more ---
@@ -143,6 +144,8 @@ def test_the_tests_for_a_change_are_those_that_import_it_and_for_a_text_those_th
 
 def test_what_has_changed_is_what_differs_from_main_or_is_new(tmp_path, monkeypatch):
     monkeypatch.setattr(mutations, "ROOT", tmp_path)
+
+    assert "has to be installed" in error_from(LookupError, mutations.changed_files), "and not: nothing has changed"
 
     def git(*words):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path, check=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from harness import report
 from harness.computed import computed
 from harness.figures import DRAWN_FROM, compact, faults, read_result, stale, write_figure
 from harness.layout import CHAPTERS, scripts
@@ -142,9 +143,14 @@ def test_tables_are_filled_between_the_markers_and_filling_twice_changes_nothing
     assert fill(filled, tmp_path) == filled
 
 
-def test_a_block_without_a_result_is_an_error_not_an_empty_table(tmp_path):
+def test_a_block_without_a_result_is_an_error_not_an_empty_table(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="run the benchmark first"):
         fill("<!-- results: 09_nothing -->\n<!-- end results -->", tmp_path)
+    (tmp_path / "README.md").write_text("<!-- results: 09_nothing -->\n<!-- end results -->")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report.py"])
+    assert report.main() == 2
+    assert capsys.readouterr().err.startswith("report.py: README.md: no results/09_nothing.")
 
 
 def test_a_block_without_an_end_is_an_error_and_erases_nothing(tmp_path):

@@ -7,14 +7,17 @@
 import collections
 import subprocess
 import sys
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 PROOF = ("tests", "benchmarks", "planted mistakes")
 LESSON = ("code", "text")
 
 
 def git(*words: str) -> bytes:
-    return subprocess.run(["git", *words], capture_output=True, check=True).stdout
+    done = subprocess.run(["git", "-C", str(Path(__file__).parents[1]), *words], capture_output=True)
+    if done.returncode:
+        sys.exit(f"weight.py: {done.stderr.decode().strip()}")
+    return done.stdout
 
 
 def kind_of(path: PurePath) -> str:

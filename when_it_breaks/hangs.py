@@ -125,6 +125,8 @@ def main() -> None:
     options = parser.parse_args()
     if not 0 < options.seconds <= 3600:
         parser.error("--seconds is the patience of a rank, above 0 and at most 3600")
+    if "RANK" not in os.environ:
+        parser.error("it needs ranks; start it with torchrun --nproc_per_node 2")
     dist.init_process_group("gloo")
     alarm = Alarm(dist.get_rank(), options.seconds)
     train(dist.get_rank(), options.cause, options.fixed, alarm)

@@ -22,6 +22,7 @@ ranks with one process.
 """
 
 import argparse
+import os
 import sys
 
 import torch
@@ -135,6 +136,8 @@ def main() -> int:
     parser.add_argument("--cause", choices=causes, required=True)
     parser.add_argument("--fixed", action="store_true", help="without the mistake")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("it needs ranks; start it with torchrun --nproc_per_node 2")
     dist.init_process_group("gloo")
     ours = on_ranks("" if options.fixed else options.cause)
     found = ""

@@ -42,14 +42,17 @@ class FirstNotFinite(TorchDispatchMode):
         self.step = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func).startswith(UNWRITTEN):
+            return func(*args, **(kwargs or {}))
+        given = [numbers(value) for value in tree_leaves((args, kwargs)) if is_float(value)]
+        masked, wrong = not all(map(finite, given)), any(map(spoiled, given))  # before it changes them in place
+        largest = max((t.abs().max().item() for t in given if t.numel()), default=0.0)
         out = func(*args, **(kwargs or {}))
-        if str(func).startswith((*MEANT, *UNWRITTEN)):
-            return out
-        given, made = tree_leaves((args, kwargs)), tree_leaves(out)
-        handed_on = not all(map(finite, given)) and not any(map(spoiled, made))
-        if not all(map(finite, made)) and not any(map(spoiled, given)) and not handed_on:
+        made = [numbers(value) for value in tree_leaves(out) if is_float(value)]
+        meant = str(func).startswith(MEANT) and not any(t.isnan().any() for t in made)
+        handed_on = meant or (masked and not any(map(spoiled, made)))
+        if not all(map(finite, made)) and not wrong and not handed_on:
             stands = where(traceback.extract_stack(), ("__torch_dispatch__",))
-            largest = max((t.abs().max().item() for t in given if is_float(t) and t.numel()), default=0.0)
             raise FloatingPointError(
                 f"step {self.step}, {stands}\n"
                 f"{func} made the first number that is not finite; the largest that it got was {largest:g}"
@@ -71,13 +74,17 @@ def is_float(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def finite(value: object) -> bool:
-    return not is_float(value) or bool(torch.isfinite(value).all())
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.itemsize == 1 else tensor  # torch compares no numbers of 8 bits
 
 
-def spoiled(value: object) -> bool:
-    """Was an input wrong already? A -inf alone is a mask, which is a valid input of many operations."""
-    return is_float(value) and bool((torch.isnan(value) | (value == torch.inf)).any())
+def finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def spoiled(tensor: torch.Tensor) -> bool:
+    """Is it wrong already? A -inf alone is a mask, which is a valid input of many operations."""
+    return bool((tensor.isnan() | (tensor == torch.inf)).any())
 
 
 def attention(x: torch.Tensor, weight: torch.Tensor, cause: str, fixed: bool) -> torch.Tensor:

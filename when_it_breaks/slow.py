@@ -16,6 +16,7 @@ read a trace of torch.profiler, of two ranks side by side.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -106,6 +107,8 @@ def main() -> int:
     parser.add_argument("--cause", choices=("loader", "straggler", "messages"), required=True)
     parser.add_argument("--fixed", action="store_true", help="the same step without the cause")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("it needs ranks; start it with torchrun --nproc_per_node 2")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     clock = train(options.cause, options.fixed)

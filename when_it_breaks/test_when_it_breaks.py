@@ -17,6 +17,7 @@ import pytest
 import slow
 import torch
 from harness.ranks import run_ranks
+from torch import Tensor
 
 HERE = Path(__file__).parent
 WHAT = {  # script, cause -> what it says, as a pattern over its whole output
@@ -96,6 +97,7 @@ def test_in_another_file_the_tools_name_the_lines_of_that_file():
 
 
 def test_a_mask_that_is_handed_on_and_memory_that_nobody_has_written_are_no_mistakes():
+    ones = torch.ones(2)
     with not_a_number.FirstNotFinite():
         mask = torch.triu(torch.full((4, 4), -math.inf), 1)
         scores = torch.where(mask == 0, torch.zeros(4, 4), mask) + mask
@@ -105,6 +107,11 @@ def test_a_mask_that_is_handed_on_and_memory_that_nobody_has_written_are_no_mist
             torch.full((2, 4), -math.inf).softmax(1)  # a row of which nothing is to be seen
         with pytest.raises(FloatingPointError, match="aten.sub"):
             mask - mask
+        assert torch.zeros(2).log().exp().sum() == 0
+        torch.zeros(2).to(torch.float8_e4m3fn)
+        for operation, given in ((Tensor.log, -ones), (Tensor.log1p, -2 * ones), (lambda x: x.div_(0), ones.clone())):
+            with pytest.raises(FloatingPointError, match="largest that it got was [12]$"):
+                operation(given)
 
 
 def test_a_view_of_weights_that_were_there_before_is_nothing_new():
@@ -208,3 +215,9 @@ def test_an_unknown_cause_is_refused_before_anything_starts(script, monkeypatch,
     with pytest.raises(SystemExit) as end:
         sys.modules[script].main()
     assert end.value.code == 2 and "invalid choice: 'moon'" in capsys.readouterr().err.splitlines()[-1]
+    if script in ("hangs", "losses_differ", "slow"):
+        monkeypatch.setattr(sys, "argv", [script, "--cause", causes(script)[0]])
+        monkeypatch.delenv("RANK", raising=False)
+        with pytest.raises(SystemExit):
+            sys.modules[script].main()
+        assert "start it with torchrun" in capsys.readouterr().err

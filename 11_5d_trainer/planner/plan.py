@@ -74,15 +74,16 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--kernels", default="", choices=("torch", "triton"), help="default: what the trainer takes on a GPU"
     )
-    parser.add_argument(
+    answers = parser.add_mutually_exclusive_group()
+    answers.add_argument(
         "--explain", metavar="LAYOUT", help="the trainer's options, in quotes: the budget of one layout"
     )
-    parser.add_argument("--facts", action="store_true", help="compare with published measurements")
-    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine and write a cluster file")
-    parser.add_argument("--after", metavar="RUN", help="a run's folder: measured beside predicted, on its --cluster")
+    answers.add_argument("--facts", action="store_true", help="compare with published measurements")
+    answers.add_argument("--calibrate", metavar="FILE", help="measure this machine and write a cluster file")
+    answers.add_argument("--after", metavar="RUN", help="a run's folder: measured beside predicted, on its --cluster")
+    answers.add_argument("--html", metavar="FILE", help="write the interactive page")
+    answers.add_argument("--figure", metavar="FILE", help="draw bytes and seconds of the fastest layouts")
     parser.add_argument("--write", action="store_true", help="with --after: write the measured ceiling into --cluster")
-    parser.add_argument("--html", metavar="FILE", help="write the interactive page")
-    parser.add_argument("--figure", metavar="FILE", help="draw bytes and seconds of the fastest layouts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(given)
     if args.model not in MODELS:
@@ -108,7 +109,15 @@ def task_of(args: argparse.Namespace) -> Task:
     name = f"--config {args.config}" if args.config else f"--model {args.model}"
     batch = args.tokens // args.seq_len
     gpus = nodes * cluster.gpus_per_node
-    return Task(model, moe, cluster, gpus, batch, args.seq_len, args.precision, name, args.kernels)
+    task = Task(model, moe, cluster, gpus, batch, args.seq_len, args.precision, name, args.kernels)
+    check_kernels(task, args.kernels)
+    return task
+
+
+def check_kernels(task: Task, kernels: str) -> None:
+    """As the trainer's, for the GPUs of the cluster. Raises UsageError."""
+    if kernels == "triton" and task.no_kernels:
+        raise UsageError(f"--kernels triton {task.no_kernels}; use --kernels torch")
 
 
 def mixture(model: str) -> MoEConfig | None:
@@ -275,7 +284,8 @@ def does_not_fit(task: Task, found: Found) -> str:
     """One line: the closest layout, its largest part, and what would make it fit."""
     closest = found.closest
     if closest is None:
-        return f"--nodes: no layout divides {task.global_batch} samples over {task.gpus} GPUs; use another --tokens"
+        what = f"the model and {task.global_batch} samples over {task.gpus} GPUs"
+        return f"--nodes: no layout divides {what}; use another --nodes or --tokens"
     room = task.memory
     node = task.cluster.gpus_per_node
     gpus = task.gpus
@@ -287,7 +297,7 @@ def does_not_fit(task: Task, found: Found) -> str:
             )
             break
     else:
-        fits = "it would fit on no number of such GPUs; use a shorter --seq-len"
+        fits = f"nor does it fit on up to {gpus // node} nodes; use a shorter --seq-len, or more --tokens"
     largest = f"{closest.peak / GB:.1f} GB of {room / GB:.1f}, mostly {closest.largest}"
     machine = f"{task.gpus} GPU(s) of {task.cluster.memory_gb:g} GB"
     return (
@@ -304,7 +314,10 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
         raise UsageError(f"--explain {flag(barred)}: --model or --config decides what the model is; leave it out")
     words = {"seq_len": task.seq_len, "global_batch": task.global_batch, "micro_batch": 1} | words
     words |= experts
-    everything: dict[str, Any] = {"precision": task.precision, "steps": 300, "kernels": task.base.kernels} | words
+    check_kernels(task, words.get("kernels", ""))
+    everything: dict[str, Any] = {"precision": task.precision, "steps": 300} | words
+    if words.get("kernels", "auto") == "auto" and task.base.kernels == "torch":
+        everything["kernels"] = "torch"
     config = fresh(everything)
     if config.precision == "bf16-master" and not config.zero and "precision" not in words:
         config = dataclasses.replace(config, precision="fp32")
@@ -317,12 +330,17 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     total = sum(fullest.values())
     sent = by_collective(flows(task.model, moe, layout))
     room = task.memory
-    verdict = "fits" if total <= room else f"does not fit: {(total - room) / GB:.2f} GB too much"
+    host = fpdt_host(task.model, layout) if layout.fpdt_chunks else 0
+    beyond = host - task.cluster.host_memory_gb * GB
+    verdict = "fits"
+    if total > room:
+        verdict = f"does not fit: {(total - room) / GB:.2f} GB too much"
+    elif beyond > 0:
+        verdict = f"but the host is {beyond / GB:.2f} GB too small"
     lines = [whole(task), name(layout), "", f"bytes on the fullest rank: {total:,} of {room:,.0f}; {verdict}"]
     ranked = sorted(fullest.items(), key=lambda item: -item[1])
     lines += [f"  {size:>20,}  {what}" for what, size in ranked]
     lines += [f"largest: {ranked[0][0]}"]
-    host = fpdt_host(task.model, layout) if layout.fpdt_chunks else 0
     if host:
         lines.append(f"bytes on the host: {host:,} of {task.cluster.host_memory_gb * GB:,.0f} for each GPU")
     lines += ["", "bytes that rank 0 sends in a step"]
@@ -330,7 +348,13 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     lines += ["", f"seconds of a step: {step.seconds:.4f}, MFU {100 * step.mfu(layout, task.cluster):.1f} %"]
     lines += [f"  {seconds:>20.4f}  {what}" for what, seconds in step.parts.items() if seconds]
     lines += [f"  {seconds:>20.4f}  {what}, hidden" for what, seconds in step.hidden.items() if seconds]
-    data = {"layout": dataclasses.asdict(layout), "bytes": fullest, "fits": total <= room, "sent": sent, "host": host}
+    data = {
+        "layout": dataclasses.asdict(layout),
+        "bytes": fullest,
+        "fits": verdict == "fits",
+        "sent": sent,
+        "host": host,
+    }
     return lines, data | {"seconds": step.seconds, "parts": step.parts, "hidden": step.hidden}
 
 

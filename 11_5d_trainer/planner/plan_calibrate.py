@@ -117,8 +117,8 @@ def calibrate(path: Path) -> tuple[list[str], dict[str, Any]]:
             bandwidth, latency = links(device)
             faster = 1.0 if gpu else alone()
     found = rates(device)  # with all ranks at once: they share cores as in training
-    memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory() / ranks
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory() / local
     cluster = {
         "name": torch.cuda.get_device_name(device) if gpu else "CPU",
         "gpus_per_node": local,

@@ -91,11 +91,16 @@ class Task:
     @property
     def base(self) -> Layout:
         """The fields that all layouts of this task share."""
-        fused = (
-            self.cluster.bf16 and 32 <= self.model.head_dim <= 256 and self.model.head_dim % 16 == 0
-        )  # heads that FlashAttention takes
-        kernels = self.kernels or ("triton" if fused else "torch")
+        kernels = self.kernels or ("torch" if self.no_kernels else "triton")
         return Layout(seq_len=self.seq_len, precision=self.precision, kernels=kernels)
+
+    @property
+    def no_kernels(self) -> str:
+        """Why the trainer would refuse --kernels triton; empty if it would not."""
+        if not self.cluster.bf16:
+            return "needs GPUs that compute in bf16"
+        size = self.model.head_dim
+        return "" if 32 <= size <= 256 and size % 16 == 0 else f"takes heads of 32, 48, ... 256, and not of {size}"
 
     @property
     def memory(self) -> float:
@@ -181,7 +186,8 @@ def room(task: Task, layout: Layout) -> Room:
 
 def chunkable(task: Task, shape: Layout) -> bool:
     """Does the trainer run FPDT in this shape? It exchanges heads like Ulysses; nothing else is split."""
-    return shape.tp == shape.pp == shape.ring == 1 and not shape.gather_kv and task.moe is None
+    plain = task.moe is None and task.precision not in AUTOCAST
+    return plain and shape.tp == shape.pp == shape.ring == 1 and not shape.gather_kv
 
 
 def modes(task: Task, at: Layout) -> list[Layout]:
@@ -233,8 +239,9 @@ def stays(task: Task, layout: Layout) -> tuple[float, float]:
         block, ends = of_model(task.model, task.moe, layout.tp, layout.ep)
         width = widths(task.precision).weight
         return states + width * (ends + block), states + width * (1.5 * ends + 2.5 * block)
-    whole = states * (9 / 8 if layout.pp > 1 and layout.zero in (0, 2) else 1)
-    return whole, whole
+    if layout.pp > 1 and layout.zero in (0, 2):  # full gradients, until the last micro-batch
+        states += widths(task.precision).weight * rough_parameters(task.model, task.moe, layout)
+    return states, states
 
 
 def branches(task: Task, found: Found) -> list[tuple[float, int, Layout, int]]:
@@ -448,7 +455,7 @@ def alternatives(task: Task, best: Candidate) -> list[tuple[str, str]]:
     c = task.model
 
     def consider(what: str, other: Layout) -> None:
-        if other == layout or other.ranks != G or other.global_batch != batch:
+        if other == layout or other.ranks != G or other.global_batch != batch or refused(task, other):
             return
         candidate = exact(task, other)
         if candidate is None:
@@ -466,7 +473,8 @@ def alternatives(task: Task, best: Candidate) -> list[tuple[str, str]]:
 
     base = task.base
     if batch % G == 0:
-        consider("data parallel alone", replace(base, dp=G, micro_batches=batch // G))
+        if task.precision != "bf16-master":  # which the trainer has with a stage of ZeRO only
+            consider("data parallel alone", replace(base, dp=G, micro_batches=batch // G))
         consider("ZeRO stage 3 alone", replace(base, dp=G, micro_batches=batch // G, zero=3))
     wide = 2 * node
     if G % wide == 0 and c.heads % wide == 0 and batch % (G // wide) == 0:

@@ -126,11 +126,15 @@ class Cluster:
         return count / (self.memory_gb_per_s * 1e9)
 
     def bandwidth(self, ranks: int, stride: int) -> float:
-        """Bytes per second that a rank of a group sends; neighbours in the group are `stride` ranks apart."""
-        nodes = math.ceil(((ranks - 1) * stride + 1) / self.gpus_per_node)
+        """Bytes per second that a rank of a group sends; neighbours in the group are `stride` ranks apart.
+
+        Groups lie side by side, each `ranks * stride` wide: the one counts that lies across most nodes.
+        """
+        step = math.gcd(ranks * stride, self.gpus_per_node)  # where in a node groups begin: at multiples of it
+        nodes = (self.gpus_per_node - step + (ranks - 1) * stride) // self.gpus_per_node + 1
         if nodes == 1:
             return self.inside_gb_per_s * 1e9
-        together = max(1, self.gpus_per_node // stride)  # ranks of the group in one node
+        together = max(1, min(self.gpus_per_node // stride, ranks // nodes))  # ranks of the group in one node
         out = self.outside_gb_per_s * together
         if self.all_reduce_gb_per_s:
             out = measured_on(self.all_reduce_gb_per_s, nodes) * together / self.gpus_per_node
@@ -171,6 +175,8 @@ def read_cluster(name: str) -> Cluster:
         raise UsageError(f"--cluster {name} is no file, and no known cluster; use {known}")
     try:
         given: dict[str, Any] = json.loads(path.read_text())
+    except UnicodeDecodeError:
+        raise UsageError(f"--cluster {name} is not JSON, nor any text; name another file") from None
     except json.JSONDecodeError as error:
         raise UsageError(f"--cluster {name} is not JSON (line {error.lineno}: {error.msg}); correct it") from None
     if not isinstance(given, dict):
@@ -186,7 +192,7 @@ def read_cluster(name: str) -> Cluster:
     for each in sorted((known_fields - {"name", "source", "bf16", "all_reduce_gb_per_s"}) & set(given)):
         check_positive(given[each], f"--cluster {name}: {each}", each in ("gpus_per_node", "nodes"))
     table = given.get("all_reduce_gb_per_s") or {}
-    if not isinstance(table, dict) or not all(nodes.isdigit() and int(nodes) for nodes in table):
+    if not isinstance(table, dict) or not all(nodes.isdecimal() and int(nodes) for nodes in table):
         raise UsageError(
             f"--cluster {name}: all_reduce_gb_per_s must give GB/s by number of nodes, as in h100-playbook"
         )
@@ -265,11 +271,11 @@ def products_of(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> li
         (T, c.attention_width / t, c.hidden),
     ]
     attention += [(T, c.hidden, kv)] * 2
-    rows = T
+    rows: float = T
     wide = c.intermediate / t
     times = 1
     if moe:  # an expert's rows, with an even load; tensor ranks do not shard experts
-        rows = max(1, moe.top_k * layout.outer_tokens * layout.ep // moe.experts)
+        rows = max(1, moe.top_k * layout.outer_tokens * layout.ep / moe.experts)
         wide = moe.intermediate
         times = max(1, moe.experts // layout.ep)
     return attention + times * [(rows, c.hidden, wide), (rows, c.hidden, wide), (rows, wide, c.hidden)]
@@ -291,9 +297,10 @@ class BlockSeconds:
 @lru_cache(maxsize=2**16)
 def block_seconds(model: LlamaConfig, moe: MoEConfig | None, cluster: Cluster, layout: Layout) -> BlockSeconds:
     share = layout.cp * layout.tp
-    width = width_of(products_of(model, moe, layout))
-    flops = flops_of(active_part(model, moe), layout.micro_batch, layout.seq_len)
-    layer, core, head = (x / share for x in flops)
+    products = products_of(model, moe, layout)
+    width = width_of(products)
+    layer = 2 * sum(M * K * N for M, K, N in products)
+    core, head = (x / share for x in flops_of(model, layout.micro_batch, layout.seq_len)[1:])
     cluster = cluster.at(layout.precision)
     attention = cluster.core(core, model.head_dim)
     forward = cluster.product(layer, width) + attention
@@ -441,7 +448,7 @@ def data_parallel(
     """Seconds that reducing gradients and gathering weights add to a step, and seconds that are overlapped.
 
     `ahead`, `behind`: of one micro-batch's forward and backward. Overlap also costs: it takes processors and
-    memory from the computation (`slowed`). Experts have fewer ranks, further apart, and no stage 3.
+    memory from the computation (`slowed`). Experts have fewer ranks, further apart.
     """
     if layout.data == 1:
         return 0.0, {}
@@ -449,12 +456,8 @@ def data_parallel(
     m = layout.micro_batches
     g = 4 if layout.reduce_dtype == "fp32" else e
     backwards = 1 if layout.pp > 1 else m  # backwards that reduce, at stage 2
-    experts = rough_experts(model, moe, layout)
-    owners = [("data", rough_parameters(model, moe, layout) - experts, layout.data, layout.zero)]
-    if experts > 0:
-        owners.append(("experts", experts, layout.data // layout.ep, min(layout.zero, 2)))
     total = bare = 0.0
-    for axis, psi, ranks, stage in owners:
+    for axis, psi, ranks, stage in rough_owners(model, moe, layout):
         sent = model.layers / layout.pp + 1 if stage == 3 else max(1.0, psi * e / layout.bucket_bytes)  # buckets
         half, other, both = (
             cluster.seconds(Flow(collective, axis, psi * width / sent, ranks, sent), stride_of(axis, layout))
@@ -472,11 +475,14 @@ def data_parallel(
     return total - hidden + cluster.slowed * hidden + bare, {"data parallel": hidden}
 
 
-def rough_experts(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:
-    """A rank's parameters of experts, which fewer ranks replicate than the rest."""
+def rough_owners(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> list[tuple[str, float, int, int]]:
+    """(axis, parameters of a rank, ranks that hold them, stage of ZeRO): experts have fewer ranks, and no stage 3."""
+    every = rough_parameters(model, moe, layout)
     if moe is None or layout.ep == 1:
-        return 0.0
-    return model.layers / layout.pp * moe.experts / layout.ep * 3 * moe.intermediate * model.hidden
+        return [("data", every, layout.data, layout.zero)]
+    experts = model.layers / layout.pp * moe.experts / layout.ep * 3 * moe.intermediate * model.hidden
+    dense = ("data", every - experts, layout.data, layout.zero)
+    return [dense, ("experts", experts, layout.data // layout.ep, min(layout.zero, 2))]
 
 
 @lru_cache(maxsize=4096)
@@ -495,14 +501,12 @@ def rough_parameters(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) 
 def rough_held(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> dict[str, float]:
     """Weights, gradients and optimizer states of a rank, without padding."""
     width = widths(layout.precision)
-    N = layout.data
-    z = layout.zero
-    psi = rough_parameters(model, moe, layout)
-    return {
-        "weights": psi * width.weight / (N if z == 3 else 1),
-        "gradients": psi * width.weight / (N if z >= 2 else 1),
-        "optimizer states": psi * (2 * width.state + width.master) / (N if z else 1),
-    }
+    total = {"weights": 0.0, "gradients": 0.0, "optimizer states": 0.0}
+    for _, psi, N, z in rough_owners(model, moe, layout):
+        total["weights"] += psi * width.weight / (N if z == 3 else 1)
+        total["gradients"] += psi * width.weight / (N if z >= 2 else 1)
+        total["optimizer states"] += psi * (2 * width.state + width.master) / (N if z else 1)
+    return total
 
 
 def rough_states(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> float:

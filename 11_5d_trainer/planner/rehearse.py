@@ -51,7 +51,7 @@ from llama import LlamaConfig
 from mesh import AXES
 from options import SIZES, Config, UsageError, flag
 from options import parse as parse_trainer
-from plan_memory import Layout, check_planned, peak
+from plan_memory import SAME, Layout, check_planned, peak
 from plan_search import Task, search
 from plan_time import Cluster, Step, read_cluster, step_time
 from plan_traffic import by_collective, flows
@@ -61,6 +61,7 @@ from rehearse_time import Timeline, on_the_clock, write_trace
 from step import has_triton
 
 GIB = 2**30
+PLANNED = {"cp", "cp_kind", "global_batch"} | {*SAME} - {"seq_len", "precision", "tp_overlap"}  # options of a layout
 
 
 @dataclasses.dataclass
@@ -135,7 +136,7 @@ def rehearse(
         timeline = on_the_clock(runs, twin, backend, cluster)
         step = (
             None
-            if unplanned(config, sizes, ranks)
+            if unplanned(config, sizes, ranks, timed=True)
             else step_time(sizes, config.mixture(sizes), Layout.of(config, sizes, ranks), cluster)
         )
     return Rehearsal(config, sizes, ranks, backend, runs, finding, time.perf_counter() - begin, timeline, step)
@@ -149,10 +150,10 @@ def table(rows: list[list[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def unplanned(config: Config, sizes: LlamaConfig, ranks: int) -> str:
-    """Why the planner has no values to compare; empty if it has."""
+def unplanned(config: Config, sizes: LlamaConfig, ranks: int, timed: bool = False) -> str:
+    """Why the planner has no bytes to compare, and if `timed` no seconds; empty if it has."""
     try:
-        check_planned(config, sizes, ranks)
+        check_planned(config, sizes, ranks, timed)
     except UsageError as error:
         return str(error)
     return ""
@@ -224,7 +225,7 @@ def arguments(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--ranks", type=int, default=8, help="GPUs of the run")
     parser.add_argument("--plan", action="store_true", help="take the layout that the planner proposes")
     parser.add_argument("--cluster", default="h100-400g", help="name in clusters/, or a .json file like those")
-    parser.add_argument("--tokens", type=int, default=4 * 2**20, help="for --plan: tokens of a global batch")
+    parser.add_argument("--tokens", type=int, help=f"for --plan: tokens of a global batch, by default {4 * 2**20}")
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     parser.add_argument("--trace", metavar="FILE", help="write the step on the clock as a Chrome trace")
     parser.add_argument("--all-ranks", action="store_true", help="run every rank, not one of each kind")
@@ -232,6 +233,9 @@ def arguments(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, rest = parser.parse_known_args(given)
     if args.model not in plan.MODELS:
         raise UsageError(f"--model {args.model} is unknown; use {', '.join(plan.MODELS)}")
+    if args.tokens is not None and not args.plan:
+        raise UsageError("--tokens is for --plan; without it, --global-batch and --seq-len say what a step takes")
+    args.tokens = 4 * 2**20 if args.tokens is None else args.tokens
     for name in ("ranks", "tokens", "processes"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)} must be at least 1")
@@ -271,14 +275,16 @@ def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaC
     except ValueError as error:
         raise UsageError(f"{', '.join(f'{flag(name)} {value}' for name, value in own.items())}: {error}") from None
     if args.plan:
+        if own := next((name for name in words if name in PLANNED), ""):
+            raise UsageError(f"{flag(own)}: with --plan the planner decides the layout; leave one of them out")
         cluster = cluster_of(args)
         seq_len = words.get("seq_len", 8192)
         batch, rest = divmod(args.tokens, seq_len)
         if rest:
             right = max(1, batch) * seq_len
             raise UsageError(f"--tokens {args.tokens} is no multiple of --seq-len {seq_len}; use {right}")
-        moe = plan.mixture(args.model)
-        precision = words.get("precision", "bf16-master")
+        moe = Config(**words).mixture(sizes)
+        precision = words.get("precision", "")
         kernels = words.get("kernels", "auto")
         kernels = "" if kernels == "auto" else kernels
         task = Task(sizes, moe, cluster, args.ranks, batch, seq_len, precision, kernels=kernels)

@@ -52,7 +52,7 @@ from gradients import Replicated
 from llama import LlamaConfig
 from ops import AUTOCAST
 from options import Config, UsageError
-from plan_time import Cluster
+from plan_time import Cluster, width_of
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, Work
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -319,9 +319,9 @@ class Recorder(TorchDispatchMode):
         return chapter, None
 
 
-PRODUCTS: dict[str, Callable[..., tuple[float, int]]] = {  # -> FLOPs, and the smallest side (attention: a head's)
-    "aten::mm": lambda a, b, *_: (2 * a.shape[0] * a.shape[1] * b.shape[1], min(*a.shape, b.shape[1])),
-    "aten::bmm": lambda a, b, *_: (2 * a.numel() * b.shape[2], min(*a.shape[1:], b.shape[2])),
+PRODUCTS: dict[str, Callable[..., tuple[float, float]]] = {  # -> FLOPs, and the width (attention: a head's)
+    "aten::mm": lambda a, b, *_: (2 * a.numel() * b.shape[1], width_of([(*a.shape, b.shape[1])])),
+    "aten::bmm": lambda a, b, *_: (2 * a.numel() * b.shape[2], width_of([(*a.shape[1:], b.shape[2])])),
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, *_: attention_flops(q, k, 2),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda _, q, k, *__: attention_flops(q, k, 5),
 }

@@ -13,6 +13,7 @@ import plan
 import plan_calibrate
 import plan_facts
 import plan_figures
+import plan_memory
 import plan_search
 import plan_time
 import pytest
@@ -120,6 +121,13 @@ def test_an_experts_products_are_as_tall_as_its_share_of_the_rows():
     )
     assert [rows for rows, *_ in one[4:]] == [2 * 8192 // 8] * 24
     assert [rows for rows, *_ in four[4:]] == [4 * 2 * 8192 // 8] * 6  # of four ranks' tokens
+    # Tensor ranks do not shard experts: each multiplies all rows, or with sequence parallelism those of its tokens.
+    cluster = read_cluster("h100x8")
+    for tp, split, sharers in ((1, False, 1), (4, False, 1), (4, True, 4)):
+        layout = Layout(tp=tp, sequence_parallel=split, seq_len=8192, kernels="triton")
+        block = plan_time.one_block(LLAMA3_8B, moe, layout, cluster)
+        least = 2 * 8192 * 6 * 4096 * 14336 / sharers / cluster.at("fp32").rate
+        assert least < block.forward < 1.5 * 2 * least, (tp, split)
 
 
 @pytest.mark.parametrize("name", ["a100-dgx", "h100x8", "v100-dgx2"])
@@ -211,6 +219,13 @@ def test_neighbours_of_every_group_are_as_far_apart_as_on_the_mesh(words):
             assert (gaps == plan_time.stride_of(axis, layout)).all(), f"{axis}: {gaps.unique().tolist()}"
 
 
+def test_a_group_that_does_not_divide_a_node_is_as_slow_as_the_one_that_lies_on_two():
+    cluster = read_cluster("h100-400g")  # nodes of 8
+    speeds = {(4, 2): 450, (3, 2): 50, (2, 8): 50, (12, 2): 200, (6, 4): 100, (3, 1): 50}
+    for (ranks, stride), speed in speeds.items():
+        assert cluster.bandwidth(ranks, stride) == speed * 1e9, (ranks, stride)
+
+
 def test_of_a_pipeline_on_two_nodes_one_link_leaves_a_node():
     cluster = dataclasses.replace(read_cluster("h100-400g"), latency_us=1e-9)
     inside, outside = 1e9 / 450e9, 1e9 / 50e9
@@ -262,12 +277,35 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank_also_where_layers_do_n
         assert exact(given, layout).peak == max(every), (layers, pp, schedule)
 
 
+MIXTURE = MoEConfig(hidden=4096, intermediate=14336, experts=8, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("moe", "words"),
+    [
+        (MIXTURE, {"ep": 8, "zero": 1}),
+        (MIXTURE, {"ep": 4, "zero": 3, "precision": "bf16-master"}),
+        (MIXTURE, {"ep": 2, "zero": 2, "tp": 2}),
+        (None, {"zero": 2, "precision": "bf16-master", "pp": 4, "micro_batches": 8, "recompute": "full"}),
+        (None, {"pp": 4, "micro_batches": 8, "recompute": "full"}),
+    ],
+)
+def test_what_the_search_takes_for_bytes_is_near_the_exact_ones(moe, words):
+    layout = Layout(**{"dp": 8, "seq_len": 1024, "kernels": "triton"} | words)
+    given = dataclasses.replace(task(), moe=moe, gpus=layout.ranks, precision=layout.precision)
+    held = sum(plan_memory.held(LLAMA3_8B, moe, layout).values())
+    assert plan_time.rough_states(LLAMA3_8B, moe, layout) == pytest.approx(held, rel=0.01)
+    assert plan_search.rough_peak(given, layout) == pytest.approx(exact(given, layout).peak, rel=0.1)
+
+
 def test_no_single_change_of_the_best_layout_that_fits_is_faster():
     given = task(nodes=2, batch=128)
     best = search(given).best[0]
     for change in ({"zero": z} for z in range(3)):
         other = exact(given, dataclasses.replace(best.layout, **change))
         assert other.peak > given.memory or other.step.seconds >= best.step.seconds * (1 - 1e-9), change
+    others = dict(plan_search.alternatives(given, best))
+    assert "ZeRO stage 3 alone" in others and "data parallel alone" not in others, "bf16-master goes with ZeRO"
 
 
 @pytest.mark.parametrize("given", [task(nodes=2, batch=128), task(cluster="a100-dgx", nodes=1, batch=1, seq=2**21)])
@@ -288,6 +326,11 @@ def test_two_million_tokens_on_one_node_fit_with_chunks_on_the_host_alone_and_on
     on_host = fpdt_host(given.model, found.best[0].layout) / 1e9
     small = dataclasses.replace(given.cluster, host_memory_gb=0.9 * on_host)
     assert not search(dataclasses.replace(given, cluster=small)).best
+    words = f"--fpdt-chunks {found.best[0].layout.fpdt_chunks} --cp 8 --cp-kind ulysses --zero 3"
+    for cluster, fits in ((given.cluster, True), (small, False)):
+        assert plan.explain(dataclasses.replace(given, cluster=cluster), words)[1]["fits"] == fits
+    half = dataclasses.replace(given, precision="fp16")
+    assert not plan_search.chunkable(half, found.best[0].layout), "the trainer refuses it"
     short = search(task(cluster="a100-dgx", nodes=1, batch=8, seq=2**13))
     assert not any(each.layout.fpdt_chunks for each in short.best), "what fits without chunks waits for no host"
 

@@ -151,6 +151,7 @@ def test_ties_are_grouped_by_the_axes_that_they_use_and_the_simplest_family_lead
         ("--dispatch once", "--ep 8"),
         ("--capacity 1.5", "--ep 8"),
         ("--documents", "--zero 2"),
+        ("--cp-kind ring", "--cp 2"),
         ("--compile", "--zero 2"),
         ("--kernels cuda", "--zero 1 --precision bf16-master"),
         ("--precision fp8-block", "--zero 1"),
@@ -167,6 +168,21 @@ def test_an_option_that_has_no_formula_is_refused_by_name(option, others, capsys
     if option != "--schedule zb-h1":
         return
     assert plan.main([*given, "--explain", others]) == 0, "1F1B runs a block again once"
+
+
+def test_kernels_are_those_that_the_trainer_takes_on_the_clusters_gpus(capsys):
+    older = ["--cluster", "v100-dgx2", "--nodes", "1", "--seq-len", "512", "--tokens", "8192"]
+    for words in (["--kernels", "triton"], ["--explain", "--kernels triton"]):
+        assert plan.main([*older, *words]) == 2
+        assert capsys.readouterr().err.startswith("plan.py: --kernels triton needs GPUs that compute in bf16; use")
+    newer = ["--nodes", "1", *older[4:]]
+    for given, words, kernels in (
+        (older, "--kernels auto", "torch"),
+        (newer, "--kernels auto", "triton"),
+        (newer, "--precision fp64", "torch"),
+    ):
+        assert plan.main([*given, "--json", "--explain", words]) == 0
+        assert json.loads(capsys.readouterr().out)["layout"]["kernels"] == kernels, words
 
 
 @pytest.mark.parametrize(
@@ -207,6 +223,9 @@ def test_the_three_steps_end_with_the_stage_of_zero_that_is_fastest():
 def test_what_fits_nowhere_is_named(capsys):
     assert plan.main(["--model", "llama3-70b", "--cluster", "h200", "--tokens", "8192"]) == 2
     assert "plan.py: --model llama3-70b on 1 GPU(s)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plan.main(["--figure", "bars.svg", "--explain", "--zero 1"])
+    assert "argument --explain: not allowed with argument --figure" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- models as they come
@@ -246,7 +265,7 @@ def test_a_config_that_is_no_config_is_one_line(content, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("table", [{"two": 5}, {"0": 5}, [5], {"2": float("nan")}], ids=str)
+@pytest.mark.parametrize("table", [{"two": 5}, {"0": 5}, {"²": 5}, [5], {"2": float("nan")}], ids=str)
 def test_a_table_of_bandwidths_that_is_wrong_is_named(table, tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(json.loads((CLUSTERS / "a100-dgx.json").read_text()) | {"all_reduce_gb_per_s": table}))
@@ -255,6 +274,9 @@ def test_a_table_of_bandwidths_that_is_wrong_is_named(table, tmp_path):
         (tmp_path / "half.json").write_text(json.dumps(plain | {"bf16": 2}))
         read_cluster(str(tmp_path / "half.json"))
     with pytest.raises(UsageError, match="all_reduce_gb_per_s"):
+        read_cluster(str(file))
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="not JSON"):
         read_cluster(str(file))
 
 

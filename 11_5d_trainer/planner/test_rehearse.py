@@ -29,11 +29,12 @@ import torch.distributed as dist  # noqa: E402
 from _plan_meter import TEXT, even_load, held  # noqa: E402
 from data import Sampler  # noqa: E402
 from harness.meter import communication, peak_memory  # noqa: E402
+from harness.programs import error_from  # noqa: E402
 from harness.ranks import run_ranks  # noqa: E402
 from llama import LLAMA3_70B, LlamaConfig  # noqa: E402
 from options import Config, UsageError  # noqa: E402
 from plan_memory import Layout  # noqa: E402
-from plan_time import Cluster, read_cluster  # noqa: E402
+from plan_time import Cluster, read_cluster, width_of  # noqa: E402
 from plan_traffic import by_collective, flows  # noqa: E402
 from rehearse import main, rehearse, report, twins  # noqa: E402
 from rehearse_match import Finding, differ, match  # noqa: E402
@@ -90,6 +91,15 @@ def test_with_fused_kernels_the_planners_peak_is_the_rehearsed_one(ranks, words,
         assert abs(got / want - 1) <= near, f"{words}, stage {run.place['pp']}: {got:,} planned, {want:,} rehearsed"
 
 
+def test_a_product_on_the_clock_takes_what_the_planner_says_of_its_three_sides():
+    cluster = read_cluster("h100-400g")
+    a, b = (torch.empty(shape, device="meta") for shape in ((8192, 4096), (4096, 512)))
+    seconds = cluster.product(2 * 8192 * 4096 * 512, width_of([(8192, 4096, 512)]))
+    one, many = ((torch.ops.aten.mm, (a, b), 1), (torch.ops.aten.bmm, (a.expand(3, -1, -1), b.expand(3, -1, -1)), 3))
+    for operator, given, times in (one, many):
+        assert rehearse_rank.seconds_of(operator.default, given, None, cluster) == pytest.approx(times * seconds)
+
+
 @pytest.mark.prove
 @pytest.mark.skipif(not step_module.has_triton(), reason="needs Triton, which is not installed")
 def test_with_fused_kernels_less_is_kept_and_the_clock_counts_their_flops():
@@ -136,10 +146,15 @@ def test_options_that_change_the_model_are_rehearsed_and_not_forgotten():
     assert (sizes.layers, sizes.hidden, sizes.tied) == (1, 64, True)
     refused = {"--heads 3": "--heads 3: ", "--config my/config.json": "--config: --model decides"}
     refused["--plan --seq-len 24 --tokens 100"] = "--tokens 100 is no multiple of --seq-len 24; use 96"
+    refused["--plan --tp 2"] = "--tp: with --plan the planner decides the layout; leave one of them out"
     refused["--plan --seq-len 240 --tokens 100"] = "--tokens 100 is no multiple of --seq-len 240; use 240"
     for words, says in refused.items():
         with pytest.raises(UsageError, match=f"^{says}"):
             rehearse_module.config_of(*rehearse_module.arguments(["--model", "tiny", "--ranks", "2", *words.split()]))
+    planned = ["--plan", "--experts", "4", "--cluster", "v100-dgx2", "--seq-len", "128", "--tokens", "8192"]
+    with patch.object(rehearse_module, "search", side_effect=UsageError("asked")) as search:
+        assert error_from(UsageError, rehearse_module.config_of, *rehearse_module.arguments(planned)) == "asked"
+    assert (search.call_args[0][0].moe.experts, search.call_args[0][0].precision) == (4, "fp16")
 
 
 def really(words):
@@ -659,6 +674,7 @@ def test_a_finding_is_printed_and_the_exit_code_is_1(capsys):
         ("--experts 4 --dispatch once --micro-batch 1", "--dispatch once cannot be rehearsed"),
         ("--model gpt-9", "--model gpt-9 is unknown"),
         ("--ranks 0", "--ranks 0 must be at least 1"),
+        ("--tokens 8192", "--tokens is for --plan"),
         ("--no-such-option 7", "--no-such-option"),
         ("--backend mpi", "--backend"),
         ("--model llama3-8b --preset tiny", "--preset tiny is not --model llama3-8b"),

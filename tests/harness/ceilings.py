@@ -160,8 +160,9 @@ def copy_bandwidth(device: torch.device, nbytes: int, repeats: int = 20) -> Rati
 def link_bandwidth(device: torch.device, nbytes: int, to_device: bool, repeats: int = 10) -> Ratio:
     """Bytes per second between the device and pinned memory of the host, one way."""
     host = torch.randint(256, (nbytes,), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.zeros_like(host, device=device) if to_device else host.to(device, copy=True)
+    there = host.to(device, copy=True)
     source, target = (host, there) if to_device else (there, host)
+    target.zero_()
     seconds = timer(device, repeats)(lambda: target.copy_(source, non_blocking=True))
     if not torch.equal(host, there.cpu()):
         sys.exit("ceilings.py: a copy between host and device differs from its source")

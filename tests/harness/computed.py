@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_DEPTH = [str(folder) for folder in sorted(ROOT.glob("[01][0-9]_*/in_depth"))]
 sys.path.insert(0, str(ROOT / "tests"))  # for the run as a script
 
 import torch  # noqa: E402
+
+from harness.layout import CHAPTERS  # noqa: E402
+
+IN_DEPTH = [str(folder / "in_depth") for folder in CHAPTERS]
 
 Rows = list[list[Any]]
 Words = str | Callable[[], str]

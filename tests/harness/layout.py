@@ -12,21 +12,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "11_5d_trainer"
-CHAPTERS = sorted(folder for folder in ROOT.glob("[01][0-9]_*") if folder != TRAINER)
+NAMES = (  # by name, because a folder beside them may be a copy of one
+    "01_single_gpu 02_data_parallel 03_zero 04_tensor_parallel 05_context_parallel 06_pipeline_parallel "
+    "07_expert_parallel 08_fpdt 09_kernels 10_mixed_precision"
+)
+CHAPTERS = [ROOT / name for name in NAMES.split()]
+HOMES = {folder.name for folder in [*CHAPTERS, TRAINER]}
 NOT_A_SCRIPT = re.compile(r"test_|bench_|conftest|_")
 FOLDERS = ("", "in_depth", "tests", "bench", "planner")  # where a chapter or the trainer has Python files
 
 
+def homes(root: Path) -> set[str]:
+    """Names of the folders of chapters in a repository: of this one those above, of a test's the numbered ones."""
+    return HOMES if root == ROOT else {folder.name for folder in root.glob("[01][0-9]_*")}
+
+
 def files(pattern: str, folder: Path | None = None) -> list[Path]:
     """Files in all folders of a chapter or of the trainer, or of all of them: `files("bench_*.py")`."""
-    homes = [folder] if folder else [*CHAPTERS, TRAINER]
-    return sorted(file for home in homes for folder_ in FOLDERS for file in (home / folder_).glob(pattern))
+    places = [folder] if folder else [*CHAPTERS, TRAINER]
+    return sorted(file for home in places for folder_ in FOLDERS for file in (home / folder_).glob(pattern))
 
 
 def scripts(chapter: Path | None = None) -> list[Path]:
     """The scripts to run and read, of one chapter or all (the trainer is no chapter): the core file first."""
-    homes = [chapter] if chapter else CHAPTERS
-    found = [file for home in homes for depth in ("", "in_depth") for file in sorted((home / depth).glob("*.py"))]
+    places = [chapter] if chapter else CHAPTERS
+    found = [file for home in places for depth in ("", "in_depth") for file in sorted((home / depth).glob("*.py"))]
     return [file for file in found if not NOT_A_SCRIPT.match(file.name)]
 
 

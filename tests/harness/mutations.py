@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from harness import fences
-from harness.layout import ROOT, files, find
+from harness.layout import ROOT, files, find, homes
 
 VERDICTS = ROOT / ".pytest_cache" / "verdicts"
 MARKS = ("prove", "long", "always")  # these say when a test runs, not what it finds
@@ -170,7 +170,8 @@ def list_of(script: str) -> str:
 def all_mistakes() -> list[Mistake]:
     """All mistakes. ValueError if a list belongs to no script of its chapter, or to two."""
     found: list[Mistake] = []
-    for file in [*ROOT.glob("[01][0-9]_*/exercises/*.toml"), *ROOT.glob("tests/mistakes/*.toml")]:
+    lists = [file for name in sorted(homes(ROOT)) for file in (ROOT / name / "exercises").glob("*.toml")]
+    for file in [*lists, *ROOT.glob("tests/mistakes/*.toml")]:
         script = _path_of(file.stem if "." in file.stem else f"{file.stem}.py")
         if ROOT / list_of(script) != file:
             raise ValueError(f"{file.relative_to(ROOT)} is about {script}; then it belongs at {list_of(script)}")
@@ -256,12 +257,18 @@ def reached(start: Iterable[Path]) -> set[Path]:
 
 
 def changed_files() -> set[Path]:
-    """Files that differ from the commit at which this branch left main, committed or in the working tree."""
+    """Files that differ from the commit at which this branch left main, committed or in the working tree.
+    LookupError where git knows of none."""
 
     def git(*words: str) -> list[str]:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        try:
+            done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        except OSError:  # not installed
+            return []
         return done.stdout.split("\0") if "-z" in words else done.stdout.split()
 
+    if not git("rev-parse", "HEAD"):
+        raise LookupError("git says what has changed: it has to be installed, and to know a commit of this folder")
     [base, *_] = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main") or ["HEAD"]
     names = git("diff", "-z", "--name-only", base) + git("ls-files", "-z", "--others", "--exclude-standard")
     return {ROOT / name for name in names if name}

@@ -13,12 +13,13 @@ import io
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +30,7 @@ from .module_cache import forget_modules
 def run_script(
     script: str | Path, *options: str, cwd: str | Path | None = None, timeout: float = 120, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """TimeoutExpired if it takes longer than `timeout` seconds (of a quiet machine)."""
+    """TimeoutExpired if it takes longer than `timeout` seconds (of a quiet machine). What it started ends with it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(ranks.PRELOAD)
     arguments = [str(script), *map(str, options)]
@@ -38,10 +39,14 @@ def run_script(
         where = str(cwd or Path(script).parent)
         process = context.Process(target=_run, args=(arguments, where, variables, folder))
         process.start()
-        process.join(timeout * ranks._pool.unit)
-        late = process.is_alive()
-        process.kill()
-        process.join()
+        try:
+            process.join(timeout * ranks._pool.unit)
+            late = process.is_alive()
+        finally:
+            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.ident, signal.SIGKILL)  # type: ignore[arg-type]  # None only before the start
+            process.join()
         said = [Path(folder, name) for name in ("stdout", "stderr")]
         out, err = (file.read_text() if file.exists() else "" for file in said)
     if late:
@@ -51,6 +56,7 @@ def run_script(
 
 def _run(arguments: list[str], where: str, environment: dict[str, str], folder: str) -> None:
     """Runs in the new process. `multiprocessing` reports SystemExit or an exception as Python does."""
+    os.setsid()  # its processes are a group, which can be ended as one
     threading.Thread(target=ranks._end_with_the_test_process, daemon=True).start()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT)

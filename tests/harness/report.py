@@ -365,7 +365,11 @@ def main() -> int:
             return 2
     for readme in [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *ROOT.glob("*/planner/*.md")]:
         old = readme.read_text()
-        new = filled(readme)
+        try:
+            new = filled(readme)
+        except ValueError as error:
+            print(f"report.py: {readme.relative_to(ROOT)}: {error}", file=sys.stderr)
+            return 2
         if new != old:
             stale.append(str(readme.relative_to(ROOT)))
             if not check:
