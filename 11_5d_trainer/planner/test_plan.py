@@ -232,6 +232,7 @@ def test_of_a_pipeline_on_two_nodes_one_link_leaves_a_node():
     assert cluster.hop(1e9, 8, 1) == pytest.approx(inside)
     assert cluster.hop(1e9, 16, 1) == pytest.approx((14 * inside + outside) / 15)
     assert cluster.hop(1e9, 16, 8) == pytest.approx(outside)
+    assert dataclasses.replace(cluster, latency_us=1000.0).hop(1e9, 8, 1) == pytest.approx(inside + 1e-3)
 
 
 def test_keys_and_values_that_are_gathered_first_hide_behind_nothing():
@@ -251,6 +252,8 @@ def test_fpdt_waits_for_its_host_when_chunks_are_small_and_not_when_they_are_lar
         for chunks in (16, 1024)
     ]
     assert 10 * waits[0] < waits[1]
+    thrice = Layout(ulysses=8, seq_len=2**20, fpdt_chunks=1024, micro_batch=3)
+    assert plan_time.fpdt_idle(LLAMA3_8B, thrice, cluster) == pytest.approx(3 * waits[1])
 
 
 # -------------------------------------------------------------------------------------------------------- the search
