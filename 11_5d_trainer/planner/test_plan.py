@@ -375,6 +375,17 @@ def test_a_split_of_the_context_that_the_trainer_does_not_make_is_refused():
     kinds = {(g.ring, g.ulysses): plan_search.refused(given, g) for g in plan_search.grids(given) if g.tp == 1}
     assert kinds[2, 8] == kinds[16, 1] == kinds[1, 16] == ""
     assert "--cp-kind usp" in kinds[4, 4] and "heads" in kinds[1, 64]
+    for changes, shape, why in (
+        ({"intermediate": 14337}, Layout(tp=2, seq_len=2**17), "tp does not divide"),
+        ({"hidden": 1536, "heads": 6, "kv_heads": 6}, Layout(tp=4, seq_len=2**17), "tp does not divide"),
+        ({"hidden": 1536, "heads": 12, "kv_heads": 3}, Layout(tp=2, seq_len=2**17), "tp does not divide"),
+        ({}, Layout(tp=2, ring=3, seq_len=2**17), "2 cp tp"),
+        ({}, Layout(dp=3, seq_len=2**17), "dp"),
+    ):
+        other = dataclasses.replace(given, model=dataclasses.replace(LLAMA3_8B, **changes))
+        assert why in plan_search.refused(other, shape), (changes, shape)
+    short = dataclasses.replace(given, seq_len=12)
+    assert plan_search.refused(short, Layout(tp=2, ring=2, dp=8)) and not plan_search.refused(short, Layout(tp=2, dp=8))
 
 
 def test_a_model_too_large_names_the_closest_layout_and_how_many_nodes_it_needs():
