@@ -701,6 +701,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (args.dry or args.commit == "none" or COMMIT.fullmatch(commit)):
             why = f"no table could say which code was measured: the commit of this tree is {commit}"
             raise RuntimeError(f"{why}; take --commit and --contents from `make gpu`, or try with --commit none")
+        if args.out.exists() and not args.out.is_dir():
+            raise RuntimeError(f"--out {args.out} is a file; name a folder")
         machine = probe(args.dry)
     except RuntimeError as error:
         print(f"gpu.py: {error}", file=sys.stderr)

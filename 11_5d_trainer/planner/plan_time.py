@@ -117,7 +117,7 @@ class Cluster:
         wide = self.fp32_tflops and widths(precision).activation >= 4
         return replace(self, peak_tflops=self.fp32_tflops, matmul_tflops=0.0) if wide else self
 
-    def core(self, flops: float, head_dim: int) -> float:
+    def core(self, flops: float, head_dim: float) -> float:
         """Seconds of attention between queries and keys: its matmuls are as narrow as a head."""
         return self.product(flops, self.attention * head_dim)
 

@@ -275,8 +275,8 @@ def config_of(args: argparse.Namespace, rest: list[str]) -> tuple[Config, LlamaC
     except ValueError as error:
         raise UsageError(f"{', '.join(f'{flag(name)} {value}' for name, value in own.items())}: {error}") from None
     if args.plan:
-        if own := next((name for name in words if name in PLANNED), ""):
-            raise UsageError(f"{flag(own)}: with --plan the planner decides the layout; leave one of them out")
+        if barred := next((name for name in words if name in PLANNED), ""):
+            raise UsageError(f"{flag(barred)}: with --plan the planner decides the layout; leave one of them out")
         cluster = cluster_of(args)
         seq_len = words.get("seq_len", 8192)
         batch, rest = divmod(args.tokens, seq_len)

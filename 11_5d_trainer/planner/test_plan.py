@@ -232,6 +232,7 @@ def test_of_a_pipeline_on_two_nodes_one_link_leaves_a_node():
     assert cluster.hop(1e9, 8, 1) == pytest.approx(inside)
     assert cluster.hop(1e9, 16, 1) == pytest.approx((14 * inside + outside) / 15)
     assert cluster.hop(1e9, 16, 8) == pytest.approx(outside)
+    assert dataclasses.replace(cluster, latency_us=1000.0).hop(1e9, 8, 1) == pytest.approx(inside + 1e-3)
 
 
 def test_keys_and_values_that_are_gathered_first_hide_behind_nothing():
@@ -251,6 +252,8 @@ def test_fpdt_waits_for_its_host_when_chunks_are_small_and_not_when_they_are_lar
         for chunks in (16, 1024)
     ]
     assert 10 * waits[0] < waits[1]
+    thrice = Layout(ulysses=8, seq_len=2**20, fpdt_chunks=1024, micro_batch=3)
+    assert plan_time.fpdt_idle(LLAMA3_8B, thrice, cluster) == pytest.approx(3 * waits[1])
 
 
 # -------------------------------------------------------------------------------------------------------- the search
@@ -372,6 +375,17 @@ def test_a_split_of_the_context_that_the_trainer_does_not_make_is_refused():
     kinds = {(g.ring, g.ulysses): plan_search.refused(given, g) for g in plan_search.grids(given) if g.tp == 1}
     assert kinds[2, 8] == kinds[16, 1] == kinds[1, 16] == ""
     assert "--cp-kind usp" in kinds[4, 4] and "heads" in kinds[1, 64]
+    for changes, shape, why in (
+        ({"intermediate": 14337}, Layout(tp=2, seq_len=2**17), "tp does not divide"),
+        ({"hidden": 1536, "heads": 6, "kv_heads": 6}, Layout(tp=4, seq_len=2**17), "tp does not divide"),
+        ({"hidden": 1536, "heads": 12, "kv_heads": 3}, Layout(tp=2, seq_len=2**17), "tp does not divide"),
+        ({}, Layout(tp=2, ring=3, seq_len=2**17), "2 cp tp"),
+        ({}, Layout(dp=3, seq_len=2**17), "dp"),
+    ):
+        other = dataclasses.replace(given, model=dataclasses.replace(LLAMA3_8B, **changes))
+        assert why in plan_search.refused(other, shape), (changes, shape)
+    short = dataclasses.replace(given, seq_len=12)
+    assert plan_search.refused(short, Layout(tp=2, ring=2, dp=8)) and not plan_search.refused(short, Layout(tp=2, dp=8))
 
 
 def test_a_model_too_large_names_the_closest_layout_and_how_many_nodes_it_needs():

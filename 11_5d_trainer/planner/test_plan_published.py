@@ -10,7 +10,7 @@ import plan_time
 import pytest
 from llama import LLAMA3_8B, LlamaConfig
 from moe_layer import MoEConfig
-from plan_memory import Layout
+from plan_memory import Layout, held
 from plan_time import read_cluster, step_time
 from plan_traffic import Flow
 
@@ -153,6 +153,9 @@ def test_stage_3_gathers_twice_and_reduces_once_for_every_micro_batch():
     shown, _ = data_parallel(layout, cluster, 0.0, 0.0)
     each = 2 * one_way(layout, cluster, "all_gather") + one_way(layout, cluster, "reduce_scatter")
     assert shown == pytest.approx(5 * each, rel=1e-3)
+    deep = Layout(dp=64, pp=2, zero=2, micro_batches=5, precision="bf16-master")  # a pipeline reduces once
+    shown, _ = data_parallel(deep, cluster, 0.0, 0.0)
+    assert shown == pytest.approx(one_way(deep, cluster, "reduce_scatter") + one_way(deep, cluster, "all_gather"))
 
 
 def test_what_hides_still_slows_the_computation_by_the_fitted_share():
@@ -193,6 +196,8 @@ def test_full_recomputation_runs_a_whole_forward_again():
         parts = step_time(LLAMA3_8B, None, layout, cluster).parts
         one = plan_time.one_block(LLAMA3_8B, None, layout, cluster)
         assert parts["recomputation"] == pytest.approx(3 * 32 * one.forward)
+        states = sum(held(LLAMA3_8B, None, layout).values())
+        assert parts["update"] == pytest.approx(2 * states / 3350e9), "read and written once"
 
 
 def test_fp32_is_timed_at_the_peak_of_fp32():
