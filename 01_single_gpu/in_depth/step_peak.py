@@ -22,7 +22,7 @@ spikes can be the highest, and each has a formula:
 
 It is exact for the fused attention of the CPU and the fused AdamW, from the second micro-batch of the second step on
 (before that, gradients or moments do not exist yet), for T >= H tokens, and for F >= 2 H and V >= 2 H, as is usual.
-Scalars (a loss, a count) are left out.
+Scalars (a loss, a count) are left out, as are adapters and, under autocast, norms of heads.
 
     python step_peak.py              nine predictions, nine measurements; the last line is PASS
     python step_peak.py --tables     the table of README.md

@@ -96,6 +96,14 @@ def test_updates_below_the_spacing_of_bf16_arrive_by_a_master_and_on_average_by_
     assert moved["bf16-stochastic"] == pytest.approx(0.02, abs=1e-3)
 
 
+def test_lost_updates_are_those_of_all_parameters_and_rounding_draws_from_the_seed():
+    p, q = (nn.Parameter(torch.full((100,), size)) for size in (1.0, 1e-3))
+    optimizer = MixedAdamW([("p", p), ("q", q)], POLICIES["bf16-pure"], lr=1e-3, seed=5)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    optimizer.step(scaler(scale=1.0))
+    assert optimizer.lost == 0.5 and optimizer.generator.initial_seed() == 5
+
+
 def test_the_master_keeps_the_digits_of_the_first_weight():
     p = nn.Parameter(torch.full((3,), 1.001))
     optimizer = MixedAdamW([("p", p)], POLICIES["bf16"], lr=1e-3)
@@ -135,13 +143,16 @@ def test_training_does_not_go_on_by_skipping_steps():
     with pytest.raises(FloatingPointError, match=r"dynamic loss scale 1 \(floor 1\).* 4 step\(s\) skipped"):
         s.update(False)
     s = scaler(scale=8.0, dynamic=False, patience=2)
-    s.update(False)
-    s.update(False)
+    for finite in (False, False, True, False, False):  # two in a row at most
+        s.update(finite)
     assert s.value == 8
     with pytest.raises(FloatingPointError, match="static loss scale 8"):
         s.update(False)
     with pytest.raises(ValueError, match=r"loss scale 0\.5 is below its floor 1"):
         scaler(scale=0.5)
+    for name, value, dynamic in (("bf16", 1.0, False), ("fp16-static", 8.0, False), ("fp16", 8.0, True)):
+        s = make_scaler(POLICIES[name], dist.group.WORLD, 8.0)
+        assert (s.value, s.dynamic) == (value, dynamic), name
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-pure"])
