@@ -1,9 +1,11 @@
 """To and from Hugging Face: transformers reads what the trainer wrote, and the trainer starts from what it wrote."""
 
+import dataclasses
 import json
 import shutil
 import sys
 
+import checkpoint
 import hf
 import hf_keys
 import pytest
@@ -180,11 +182,17 @@ def test_a_run_from_a_hugging_face_folder_starts_with_the_losses_of_transformers
     assert_same(losses(log)[1][0], loss_by_transformers(theirs, training.samples(first)), 1e-6, "first loss")
 
 
+def evaluated(lines):
+    return [train.evaluate_alone(train.agree(train.prepare([*words, "--evaluate"], 1))[0]) for words in lines]
+
+
 def test_a_model_in_several_files_is_read_and_comes_back_bit_by_bit(text, tmp_path):
     folder = new_model(tmp_path / "model", max_shard_size="20KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
     words = [*arguments(text, steps=1, warmup=0, precision="fp32", lr=1e-30, min_lr=0), "--init", folder]
-    _, run_folder = run_ranks(2, run, [*words, "--tp", "2", "--out", str(tmp_path / "run")], {})[0]
+    log, run_folder = run_ranks(2, run, [*words, "--tp", "2", "--out", str(tmp_path / "run")], {})[0]
+    for said in run_ranks(1, evaluated, [words, ["--resume", run_folder, "--tp", "1"]])[0]:
+        assert abs(float(said.split("loss ")[1].split()[0]) - log[-1]["val_loss"]) < 1e-5, said
     hf.export(run_folder, str(tmp_path / "out"))
     back = load_file(tmp_path / "out" / "model.safetensors")
     sent = {n: t for file in (tmp_path / "model").glob("*.safetensors") for n, t in load_file(file).items()}
@@ -336,6 +344,18 @@ def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
         with pytest.raises(UsageError, match="holds a run, whose config.json would be lost; export to another folder"):
             hf.export(own, target)
         assert (tmp_path / "own" / "config.json").read_text() == before
+
+
+def test_a_mixture_that_no_mixtral_is_is_not_exported(tmp_path):
+    tiny = train.PRESETS["tiny"]
+    for config, sizes, line in (
+        (Config(experts=4, router="sigmoid"), tiny, "run has a router sigmoid; a Mixtral has softmax"),
+        (Config(experts=4, top_k=1), tiny, "run weighs its one expert per token by its score"),
+        (Config(experts=4), dataclasses.replace(tiny, qkv_bias=True), "run has experts and biases of q, k and v"),
+    ):
+        progress = checkpoint.Progress(1, 8, 1, dataclasses.asdict(config), dataclasses.asdict(sizes))
+        with pytest.raises(UsageError, match=f"^{line}"):
+            hf.write_model("run", tmp_path, tmp_path, progress, tmp_path / "out", None, 1)
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizer

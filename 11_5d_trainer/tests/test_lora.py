@@ -184,6 +184,8 @@ def test_options_that_cannot_go_with_adapters_are_refused_in_one_line(folder, te
     cases.append(
         (with_init, [*two, "--precision", "fp8-tensor"], "^--lora-rank 2 cannot go with --precision fp8-tensor")
     )
+    scaled = train.prepare([*with_init, "--lora-rank", "4", "--lora-alpha", "6"], 1).model
+    assert (scaled.lora_rank, scaled.lora_scale) == (4, 1.5)
     for words, more, line in cases:
         with pytest.raises(UsageError, match=line) as error:
             train.prepare([*words, *more], 2 if "--tp" in more else 1)

@@ -290,6 +290,9 @@ def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_
     (stories / "out").rename(stories / "moved")
     plan = train.prepare(["--resume", str(stories / "run"), "--steps", "4", "--data", str(stories / "moved")], 1)
     assert plan.corpus.fingerprint == corpus.fingerprint
+    prepared(capsys, stories / "stories", "--out", stories / "bytes")
+    with pytest.raises(UsageError, match="bytes was not made with the tokenizer of "):
+        train.prepare(["--resume", str(stories / "run"), "--evaluate", "--data", str(stories / "bytes")], 1)
     shutil.rmtree(stories / "moved")
     monkeypatch.setattr(sys, "argv", ["generate.py", str(stories / "run"), "--prompt", "Story 7: 7", "--tokens", "3"])
     assert generate.main() == 0

@@ -284,7 +284,7 @@ def test_the_groups_are_those_that_the_picture_shows(text, capsys):
     for name in ("data", "experts", "all tokens"):
         assert mirrored[name].tolist() == [[0, 3], [1, 2]], name
     assert mirrored["ends"].tolist() == [[0, 3]]
-    assert Config(cp=4, tp=2, cp_kind="usp").ring_and_ulysses(SIZES) == (2, 2), "by the heads of a tensor rank"
+    assert Config(cp=4, tp=4, cp_kind="usp").ring_and_ulysses(SIZES) == (4, 1), "by the heads of a tensor rank"
     for name, lines in groups.items():
         if name != "ends":  # the middle of a pipeline is in none of these
             assert sorted(rank for line in lines for rank in line) == list(range(16)), (
