@@ -91,13 +91,13 @@ def all_of(options, sizes):
     return [measured(words, sizes) for words in options]
 
 
-@pytest.fixture(scope="module", params=[*range(22), "qwen3"])
+@pytest.fixture(scope="module", params=[*range(44), "qwen3"])
 def rows(request):
     """(name, model, layout, mixture of experts, what the meter says) for every pipeline place of every layout."""
     found = []
     model = QWEN3 if request.param == "qwen3" else SIZES
     for ranks, layouts in (WITH_QWEN3 if model is QWEN3 else LAYOUTS).items():
-        layouts = layouts if model is QWEN3 else layouts[request.param :: 22]
+        layouts = layouts if model is QWEN3 else layouts[request.param :: 44]
         options = [BASE | layout for layout in layouts]
         results = run_ranks(ranks, all_of, options, model, timeout=300.0)
         for i, words in enumerate(options):
