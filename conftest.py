@@ -94,7 +94,10 @@ def pytest_collection_modifyitems(config, items):
     if wrong := [f"{name}: {sorted(ids)}" for (_, name), ids in missing.items() if ids and not prove]:
         raise pytest.UsageError(f"no such parameters as `always` names: {', '.join(wrong)}")
     config.hook.pytest_deselected(items=left)
-    items[:] = sorted(chosen, key=lambda item: (item.get_closest_marker("long") is None, item.path))
+    order = {
+        item: (not item.get_closest_marker("long"), item.path.parent.name != "tests", item.path) for item in chosen
+    }
+    items[:] = sorted(chosen, key=order.__getitem__)
 
 
 def skip_for_want_of_triton(error):
