@@ -58,7 +58,7 @@ def test_every_bit_pattern_has_the_value_of_torch(name):
     assert [got[i].item() for i in (1, 77)] == [DEPTH[name].value(1), DEPTH[name].value(77)]
 
 
-@pytest.mark.parametrize("fmt", [(3, 4, True), (4, 3, True), (2, 3, False), (6, 9, True)])
+@pytest.mark.parametrize("fmt", [(3, 4, True), (4, 3, True), (6, 9, True), (2, 3, False)])
 def test_bit_patterns_of_formats_that_torch_lacks_have_their_values(fmt):
     """By fractions of integers, with no table and no dtype of torch."""
     exp_bits, man_bits, has_inf = fmt
@@ -154,6 +154,22 @@ def test_fp8_on_ranks_equals_one_process(ranks):
             assert_same(getattr(run, what), getattr(one, what), 1e-10, what, rank)
 
 
+def updated() -> tuple[Tensor, Tensor, Tensor]:
+    """Four updates, each below half of the gap of bf16, which together are one gap."""
+    param, master = nn.Parameter(torch.full((2,), 2.0, dtype=torch.bfloat16)), torch.full((2,), 2.0)
+    grad = torch.ones(2)
+    for _ in range(4):
+        mp.update_master(param, master, grad, 2.0**-9)
+    return master, param.detach(), grad
+
+
+def test_updates_add_up_in_the_master_and_leave_the_gradient_as_it_was():
+    [(master, param, grad)] = run_ranks(1, updated)
+    assert master.tolist() == [2 - 2.0**-7] * 2 and master.dtype == torch.float32, "the master"
+    assert param.tolist() == [2 - 2.0**-7] * 2 and param.dtype == torch.bfloat16, "the parameter, rounded"
+    assert grad.tolist() == [1, 1], "the gradient, which the step returns"
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("name", ["fp16-scaled", "bf16-master", "fp8-scaled"])
 def test_a_repaired_run_is_at_the_rounding_floor(name):
@@ -225,6 +241,14 @@ def test_all_ranks_of_the_group_learn_of_an_overflow(ranks, value):
         told = (True, [("all_reduce", True)]) if rank in ranks else None
         assert answer == told, f"{value} on rank {rank}: found_inf and messages (of 4 bytes) {answer}, not {told}"
     assert [found for found, _ in run_ranks(2, one_rank_overflows, [0, 1], 65504.0)] == [False, False]
+
+
+def single_gradient(value: float) -> bool:
+    return mp.found_inf_on_any_rank([torch.tensor([value])], dist.group.WORLD)
+
+
+def test_more_ranks_than_gradients_learn_of_an_overflow():
+    assert run_ranks(2, single_gradient, math.nan, timeout=10) == [True, True], "rank 1 has no gradient to look at"
 
 
 def grads_that_are_checked() -> list[Tensor]:
