@@ -494,6 +494,7 @@ def test_the_script_passes_and_every_option_reaches_the_step(capsys, monkeypatch
     [
         ([9.0] * 50 + [1.0] * 9 + [11.0], "2.000", True),  # the last ten are judged
         ([4.0] * 60, "4.000", False),
+        ([4.0] * 3, "4.000", True),  # too few to judge
         ([4.0] * 59, "4.000", True),
         ([math.nan], "nan", False),
         ([math.inf], "inf", False),

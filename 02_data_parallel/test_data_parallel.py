@@ -459,8 +459,8 @@ def unused_on_one_rank(name):
     """Two branches: rank 0 uses one, rank 1 the other, no rank the third; twice, so that leftovers would show."""
     torch.manual_seed(0)
     branches = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)).double()
-    grad_sync = {"naive": naive, "bucketed": partial(bucketed, bucket_bytes=100)}[name]
-    for _ in range(2):
+    for bucket_bytes in (100, 90):  # buckets across branches, and a bucket for each
+        grad_sync = {"naive": naive, "bucketed": partial(bucketed, bucket_bytes=bucket_bytes)}[name]
         branches.zero_grad()
         with grad_sync(list(branches.parameters()), dist.group.WORLD):
             branches[dist.get_rank()](torch.ones(1, 3).double()).square().sum().backward()

@@ -205,6 +205,9 @@ def core_and_in_depth(num_chunks: int) -> tuple:
     _, ours, positions = attend(num_chunks, 2)
     assert len({x.untyped_storage().data_ptr() for x in ours}) == len(ours), "two gradients share memory"
     block, x, dout = inputs(40 * num_chunks)
+    out = run_attention(block, x[positions], num_chunks, script.CountingOffloader(CPU, 2))  # behind frozen layers
+    frozen = torch.autograd.grad(out, block.qkv_params(), dout[positions])
+    assert all(map(torch.equal, frozen, ours[2:])), "without a gradient of x the parameters have others"
     x = x[positions].requires_grad_()
     deep = fpdt_attention.fpdt_attention(group, num_chunks, Store(machine_for(CPU)))
     out = deep(*(y[None] for y in block.project_qkv(x)), causal=True)[0].flatten(1)

@@ -173,6 +173,7 @@ def assert_matches_reference(layout, config=None, train=train, ranks=None, **opt
 AXES = ("pp", "cp", "tp", "ep")
 FIXED = [Layout(1), Layout(1, experts=0), Layout(1, experts=1), Layout(2), Layout(4, pp=4, micro_batches=4)]
 FIXED += [Layout(2, **{axis: 2}) for axis in AXES] + [Layout(4, cp=4), Layout(4, ep=4), Layout(3, pp=3)]
+FIXED += [Layout(3, pp=3, micro_batches=1)]  # a middle stage without a steady state
 FIXED += [Layout(3, cp=3), Layout(2, tp=2, experts=0), Layout(2, cp=2, experts=0)]
 PAIRS = [Layout(4, tp=2, ep=2), Layout(4, pp=2, cp=2), Layout(4, cp=2, tp=2)]
 FIXED += [Layout(4, **dict.fromkeys(pair, 2)) for pair in (("pp", "tp"), ("pp", "ep"), ("cp", "ep"))]
@@ -201,7 +202,7 @@ LAYOUTS = [pytest.param(layout, {}, id=name_of(layout)) for layout in FIXED]
 LAYOUTS += [pytest.param(*random_layout(seed), id=f"random{seed}") for seed in range(60)]
 
 
-@pytest.mark.always("ranks8-pp2-cp2-tp2-ep2", "ranks2-cp2-experts0")
+@pytest.mark.always("ranks8-pp2-cp2-tp2-ep2", "ranks2-cp2-experts0", "ranks3-pp3-micro_batches1")
 @pytest.mark.parametrize(("layout", "changes"), LAYOUTS)
 def test_training_matches_reference(layout, changes):
     assert_matches_reference(layout, sizes_of(layout, **changes))
