@@ -260,7 +260,9 @@ def test_a_copy_of_a_recomputed_model_computes_with_its_own_weights_and_routing(
 
 def held_and_sent(P: int) -> tuple:
     c, world = CONFIGS["softmax"], dist.group.WORLD
-    experts, replicas = expert_groups([list(range(4))], P)
+    experts, replicas = expert_groups([[1, 0, 2, 3]], P)  # in whatever order
+    first = [dist.get_process_group_ranks(group)[0] for group in (experts, replicas)]
+    assert dist.get_rank() == sum(first), "a rank has the same experts as its replicas: it is at their place"
     model = MoELlama(c, experts, world).double()
     for p in model.parameters():
         p.grad = torch.ones_like(p)

@@ -277,6 +277,16 @@ def test_a_delayed_scale_comes_from_the_largest_amax_of_the_last_steps():
     assert seen == [0.5, 1.0, 8.0, *[8.0] * (length - 1), 2.0]
 
 
+def test_a_layer_that_comes_when_another_one_goes_has_a_history_of_its_own():
+    linear, x = Fp8Linear("tensor-delayed"), random(8, 16)
+    for _ in range(2):
+        weight = nn.Parameter(random(32, 16))  # the one before is freed
+        for _ in range(2):
+            linear(x, weight).sum().backward()
+            linear.end_step()
+        assert linear.history(weight, "x", x.device).past.amax() == x.abs().max()
+
+
 def test_a_history_of_zeros_makes_no_scale():
     """As of an expert that no token came to: with a scale of 1, its next gradients of 1e-6 would be zeros in e5m2."""
     linear, weight = Fp8Linear("tensor-delayed"), nn.Parameter(random(32, 16))

@@ -111,6 +111,8 @@ def shares(words):
     me, sizes = trained(words)
     with peak_memory() as memory:
         share = by_key(share_of_state(me.owners, me.model, me.mesh))
+    live = {p.untyped_storage().data_ptr() for p in me.model.parameters()}
+    assert live.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in share.values()), "the next step changes it"
     kept = {key: tensor.nbytes for key, tensor in share.items()}
     layers = tuple(sorted(me.model.model.layers._modules))
     alive, expected = storage_bytes(share.values()), bytes_on_disk(me.config, sizes)

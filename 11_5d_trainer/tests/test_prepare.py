@@ -62,9 +62,10 @@ def documents(row, eos=0):
 
 
 @pytest.mark.parametrize("source", ["stories", "stories.jsonl"])
-def test_every_document_is_there_once_in_its_order_and_every_tenth_for_validation(source, stories, capsys):
+def test_every_document_is_there_once_in_its_order_and_every_tenth_for_validation(source, stories, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "UNIT", 150)  # a document is several units, or a unit several documents
     (stories / "out").mkdir()  # empty
-    said = prepared(capsys, stories / source, "--field", "story", "--out", stories / "out")
+    said = prepared(capsys, stories / source, "--field", "story", "--workers", 1, "--out", stories / "out")
     assert said.startswith(f"{stories / source}: 60 documents, {sum(map(len, STORIES)) + 60:,} tokens")
     corpus = load_corpus(Config(data=str(stories / "out"), seq_len=16))
     texts = [[bytes(d).decode() for d in documents(rows[0])] for rows in (corpus.rows, corpus.held_out)]
