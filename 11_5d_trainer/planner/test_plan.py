@@ -577,6 +577,13 @@ def test_ranks_are_measured_while_all_are_at_work():
         assert bandwidth > 0 and latency > 0 and alone >= 1
 
 
+def test_ranks_on_cpus_share_the_memory_of_their_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_calibrate, "rates", lambda device: {})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    _, cluster = plan_calibrate.calibrate(tmp_path / "mine.json")
+    assert (cluster["gpus_per_node"], 4e9 * cluster["memory_gb"]) == (4, pytest.approx(plan_calibrate.host_memory()))
+
+
 @pytest.mark.prove
 def test_calibration_writes_a_cluster_file_that_the_planner_reads(tmp_path):
     file = tmp_path / "mine.json"
