@@ -752,14 +752,14 @@ def general_hint(chapter: Chapter, script: Script, row: Row, test: str = "") -> 
     # The first claim says what the exercise is about: for a test that has no hint of its own.
     asked = next((claim.hint for claim in claims if claim.test == name), claims[0].hint if claims else "")
     said = next((words for pattern, words in SAYS.items() if re.search(pattern, row.detail)), "")
-    if re.search(IN_A_PART_OF_THE_WORLD, name):
-        said = "Here the group is a part of the world: is it named in each message, and in sizes and ranks? " + said
+    if not said and re.search(IN_A_PART_OF_THE_WORLD, name):
+        said = "Here the group is a part of the world: is it named in each message, and in sizes and ranks?"
     said = said.format(factors=", ".join(word for word, there in FACTORS.items() if re.search(there, script.text)))
     around = f"the docstring of {fence.inside} in {script.name}" if fence.inside else script.name
     where = (
         f"Read exercise {row.number} in {chapter.folder}/README.md and {around} once more, then the test that failed."
     )
-    return " ".join(filter(None, (said.strip(), asked, where)))
+    return " ".join(filter(None, (said, asked, where)))
 
 
 def sentence(test: str) -> str:

@@ -348,6 +348,21 @@ def test_micro_batches_in_flight_are_as_many_as_stages_from_here_on():
     assert run_ranks(4, max_in_flight, Layout(4, pp=4, micro_batches=8)) == [4, 3, 2, 1]
 
 
+def micro_batches_of_rank():
+    """Of a rank of two samples' groups and two tokens' groups: its tokens in each micro-batch, [s/tp, b]."""
+    tokens = torch.arange(8 * 16).view(8, 16)
+    layout = Layout(4, tp=2)
+    return [ids for ids, _ in five_d.shard_batch(tokens, tokens, sizes_of(layout, batch=8), mesh_of(layout))]
+
+
+def test_a_rank_has_its_samples_and_of_each_a_run_of_neighbouring_tokens():
+    tokens = torch.arange(8 * 16).view(8, 16)
+    for rank, micro_batches in enumerate(run_ranks(4, micro_batches_of_rank)):
+        samples, run = tokens.chunk(2)[rank // 2], slice(rank % 2 * 8, rank % 2 * 8 + 8)
+        want = [part[:, run].T.tolist() for part in samples.chunk(2)]
+        assert [ids.tolist() for ids in micro_batches] == want, f"rank {rank}"
+
+
 def run_ring(q, k, v):
     """Positions of this rank, its output and gradients, and how many (query, key) pairs it computed."""
     mesh, pairs, block = mesh_of(Layout(3, cp=3)), 0, five_d.attention_block
