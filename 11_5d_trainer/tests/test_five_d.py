@@ -352,7 +352,9 @@ def micro_batches_of_rank():
     """Of a rank of two samples' groups and two tokens' groups: its tokens in each micro-batch, [s/tp, b]."""
     tokens = torch.arange(8 * 16).view(8, 16)
     layout = Layout(4, tp=2)
-    return [ids for ids, _ in five_d.shard_batch(tokens, tokens, sizes_of(layout, batch=8), mesh_of(layout))]
+    return [
+        ids for ids, _ in five_d.shard_batch(tokens, tokens, sizes_of(layout, batch=8, seq_len=16), mesh_of(layout))
+    ]
 
 
 def test_a_rank_has_its_samples_and_of_each_a_run_of_neighbouring_tokens():
