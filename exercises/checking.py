@@ -749,10 +749,11 @@ def general_hint(chapter: Chapter, script: Script, row: Row, test: str = "") -> 
     """For a mistake that is not listed: the failure's message, what the exercise asks, and where to read."""
     fence, name = script.fences[row.number], _claim(test).partition("::")[2]
     claims = [claim for claim in script.claims if claim.exercise == row.number]
+    own = [claim.hint for claim in claims if claim.test == name]
     # The first claim says what the exercise is about: for a test that has no hint of its own.
-    asked = next((claim.hint for claim in claims if claim.test == name), claims[0].hint if claims else "")
+    asked = own[0] if own else claims[0].hint if claims else ""
     said = next((words for pattern, words in SAYS.items() if re.search(pattern, row.detail)), "")
-    if not said and re.search(IN_A_PART_OF_THE_WORLD, name):
+    if not said and not own and re.search(IN_A_PART_OF_THE_WORLD, name):
         said = "Here the group is a part of the world: is it named in each message, and in sizes and ranks?"
     said = said.format(factors=", ".join(word for word, there in FACTORS.items() if re.search(there, script.text)))
     around = f"the docstring of {fence.inside} in {script.name}" if fence.inside else script.name
