@@ -478,14 +478,14 @@ def shard_weights(full: Params, config: ModelConfig, mesh: Mesh) -> Params:
 
 def gather_full_weights(shards: Params, config: ModelConfig, mesh: Mesh) -> Params:
     """The inverse, on every rank: from all ranks' shards to full weights."""
-    any_shard = next(iter(shards.values()))  # for dtype and device
-    full = {}
-    for name, weight in build_model(config).items():
-        full[name] = any_shard.new_full(weight.shape, -math.inf)
+    weights = build_model(config)
+    sizes = [weight.numel() for weight in weights.values()]
+    flat = next(iter(shards.values())).new_full((sum(sizes),), -math.inf)
+    pieces = zip(weights.items(), flat.split(sizes), strict=True)
+    full = {name: piece.view_as(weight) for (name, weight), piece in pieces}
     for name, shard in shard_weights(full, config, mesh).items():
         shard.copy_(shards[name].detach())
-    for weight in full.values():  # the other ranks have -inf here, or an equal replica
-        dist.all_reduce(weight, dist.ReduceOp.MAX, group=mesh.groups["all"])
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group=mesh.groups["all"])  # others: -inf, or the same
     return full
 
 
