@@ -98,7 +98,9 @@ class Host:
     """
 
     def __init__(self, model: Llama) -> None:
-        self.stay = {p.untyped_storage()._cdata for p in model.parameters()}
+        # Kept alive, so that no other storage gets the address of a weight.
+        self.weights = [p.untyped_storage() for p in model.parameters()]
+        self.stay = {storage._cdata for storage in self.weights}
         self.copies: weakref.WeakValueDictionary[int, OnHost] = weakref.WeakValueDictionary()
         self.bytes = 0
 

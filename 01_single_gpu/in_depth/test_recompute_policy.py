@@ -93,8 +93,7 @@ def test_a_forward_whose_backward_never_comes_leaves_nothing_on_the_host():
 
 
 def test_what_comes_back_from_the_host_equals_any_view_that_was_packed():
-    model, rng = Llama(TINY), random.Random(0)
-    host = Host(model)  # which knows the weights by their addresses: the model has to stay
+    host, rng = Host(Llama(TINY)), random.Random(0)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         base = torch.arange(360).to(dtype).view(6, 5, 12)
         for _ in range(10):

@@ -123,7 +123,6 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     threading.Thread(target=_end_with_the_test_process, daemon=True).start()
     preloaded, known = set(sys.modules), 0
-    seen: dict[str, Any] = {}  # functions of the modules that stay, as the last job left them
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         pipe.send_bytes(b"up")
@@ -132,7 +131,7 @@ def _serve(pipe: Connection, stack_file: str) -> None:
                 fresh, *job = pickle.loads(pipe.recv_bytes())
             except EOFError:  # the test process has ended
                 return
-            pipe.send_bytes(pickle.dumps(_run_job(None if fresh else preloaded, seen, *job)))
+            pipe.send_bytes(pickle.dumps(_run_job(None if fresh else preloaded, *job)))
             pipe.recv_bytes()  # release
             # Any reference to a group (a work, a cache of a module) keeps its threads: collect, twice.
             if fresh:
@@ -155,16 +154,9 @@ def _end_with_the_test_process() -> None:
 
 
 def _run_job(
-    stay: set[str] | None,
-    seen: dict[str, Any],
-    rank: int,
-    world_size: int,
-    store: str,
-    timeout: float,
-    search_path: list[str],
-    call: bytes,
+    stay: set[str] | None, rank: int, world_size: int, store: str, timeout: float, search_path: list[str], call: bytes
 ) -> tuple[str, Any]:
-    """`stay` is None, or the modules from before the first job: later imports stay for the next job, as does `seen`."""
+    """`stay` is None, or the modules from before the first job: later imports stay for the next job."""
     try:
         sys.path[:] = search_path
         dist.init_process_group(
@@ -176,15 +168,10 @@ def _run_job(
             timeout=timedelta(seconds=2 * timeout + 10),
         )
         fn, args, kwargs = pickle.loads(call)
-        modules = len(sys.modules)
-        if stay is not None and modules != seen.get("modules"):  # the functions of new modules are not known
-            seen["functions"] = functions(stay)
+        before = functions(stay) if stay is not None else {}
         answer = pickle.dumps(fn(*args, **kwargs))
-        if stay is not None:
-            after = functions(stay)
-            if left := replaced(seen["functions"], after):
-                raise RuntimeError(f"patches that the next call would meet were not taken back: {', '.join(left)}")
-            seen |= {"functions": after, "modules": len(sys.modules)}
+        if left := replaced(before, functions(stay) if stay is not None else {}):
+            raise RuntimeError(f"patches that the next call would meet were not taken back: {', '.join(left)}")
         return "done", answer
     except BaseException:  # including SystemExit: any end of the function is reported
         return "raised", traceback.format_exc()
