@@ -25,7 +25,15 @@ from harness.layout import HOMES  # noqa: E402
 
 collect_ignore = [folder.name for folder in ROOT.glob("[01]*_*") if folder.name not in HOMES]  # copies of a chapter
 TRITON = find_spec("triton") is not None
-PREFLIGHT = "import json; from harness import ranks; print(json.dumps([ranks.preflight(), ranks._pool.unit]))"
+PREFLIGHT = """
+import json
+from multiprocessing import forkserver
+from harness.module_cache import PRELOAD
+forkserver.set_forkserver_preload(PRELOAD)
+forkserver.ensure_running()  # it imports torch while this process does
+from harness import ranks
+print(json.dumps([ranks.preflight(), ranks._pool.unit]))
+"""
 
 
 def pytest_addoption(parser):
