@@ -7,6 +7,7 @@ import math
 import sys
 import time
 import weakref
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -127,7 +128,7 @@ def train(
     return trace
 
 
-@pytest.mark.always("1-2", "2-4", "3-4", "3-simple-2")
+@pytest.mark.always("1-2", "3-4", "3-simple-2")
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_three_steps_match_reference(stage, dp):
@@ -136,7 +137,7 @@ def test_three_steps_match_reference(stage, dp):
         assert_same_trace(got, expected, rank=rank)
 
 
-@pytest.mark.always("2", "3")
+@pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_three_micro_batches_on_three_ranks_match_reference(stage):
     expected = reference(3, 3)
@@ -276,7 +277,9 @@ class FullTensors:
         return call
 
 
-def count_bytes(stage: str, micro_batches: int, prefetch: int | None, adam: bool) -> tuple[int, int, int]:
+def count_bytes(
+    stage: str, micro_batches: int, prefetch: int | None, adam: bool, steps: int = 2
+) -> tuple[int, int, int]:
     """Stored after the backward pass, sent per step, by the harness; and the peak of full tensors."""
     rank, dp = dist.get_rank(), dist.get_world_size()
     with peak_memory() as memory:
@@ -286,7 +289,7 @@ def count_bytes(stage: str, micro_batches: int, prefetch: int | None, adam: bool
         full = FullTensors()
         for flat_param in sharded.flat_params if stage in "12" else ():
             full.watch(flat_param.full)
-        for step in range(3):
+        for step in range(steps):
             tokens, labels = (x[rank].clone() for x in get_batch(step, dp, micro_batches, "cpu"))
             watched = {name: full.watched(name) for name in ("all_gather", "reduce_scatter")}
             with communication() as wire, patch.multiple(zero, **watched):
@@ -334,16 +337,16 @@ def test_bytes_stored_and_sent_match_the_formulas(stage, dp):
     ("stage", "micro_batches", "times"), [("1", 3, 2), ("2", 3, 4), ("3", 3, 9), ("2", 1, 2), ("3", 1, 3)]
 )
 def test_bytes_sent_grow_with_micro_batches_by_the_stage(stage, micro_batches, times):
-    [(_, sent, _), _] = run_ranks(2, count_bytes, stage, micro_batches, None, False)
+    [(_, sent, _), _] = run_ranks(2, count_bytes, stage, micro_batches, None, False, steps=1)
     assert sent == times * sum(flat_sizes(2)) // 2
 
 
 def bytes_beyond_shards(stage: str) -> list[int]:
-    """After each of five steps with a validation whose backward pass never comes."""
+    """After each of three steps with a validation whose backward pass never comes."""
     before, counts, rank = bytes_stored(), [], dist.get_rank()
     sharded = STAGES[stage](build_layers(), dist.group.WORLD)
     optimizer = torch.optim.SGD(shards_of(sharded), lr=0.1)
-    for step in range(5):
+    for step in range(3):
         tokens, labels = get_batch(step, 2, 2, "cpu")
         forward_backward(sharded, tokens[rank], labels[rank])
         optimizer.step()
@@ -360,7 +363,7 @@ def bytes_beyond_shards(stage: str) -> list[int]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_step_and_no_validation_leaves_memory_behind(stage):
     for counts in run_ranks(2, bytes_beyond_shards, stage):
-        assert counts == [0] * 5, f"bytes beyond the shards and, at stages 1 and 2, the parameters: {counts}"
+        assert counts == [0] * 3, f"bytes beyond the shards and, at stages 1 and 2, the parameters: {counts}"
 
 
 # -------------------------------------------------------------------------------------------------------- modes, casts
@@ -435,7 +438,7 @@ def test_a_batch_without_labels_has_zero_loss_and_zero_gradients(stage):
             assert_same(gradient, torch.zeros_like(gradient), 0.0, f"gradient of layer {i}'s shard", rank)
 
 
-MANY = 32  # micro-batches, so that it matters in which dtype they are summed
+MANY = 16  # micro-batches, so that it matters in which dtype they are summed
 
 
 def gradient_in_bf16(stage: str) -> list[Tensor]:
@@ -453,22 +456,28 @@ def gradient_in_bf16(stage: str) -> list[Tensor]:
     return list(by_name(sharded, [shard.grad for shard in shards_of(sharded)]).values())
 
 
-@pytest.mark.always("3-simple", "2")
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_bf16_gradient_is_as_close_to_float64_as_that_of_one_process(stage):
+@cache
+def gradients_of_one_process() -> tuple[Tensor, dict[bool, float]]:
+    """In float64; and the error of bf16 whose micro-batches are summed in wide numbers, or where autograd does."""
     tokens, labels = get_batch(0, 2, MANY, "cpu")
     w = initial_params()
     reference_loss(w, tokens, labels).backward()
     expected = torch.cat([x.grad.flatten() for x in w.values()])
-    dense, total = nn.Sequential(*build_layers()).to(torch.bfloat16), torch.zeros_like(expected)
-    for x, y in zip(tokens.flatten(0, 1), labels.flatten(0, 1), strict=True):  # one process, by micro-batches
+    dense = nn.Sequential(*build_layers()).to(torch.bfloat16)
+    sums = {True: torch.zeros_like(expected), False: torch.zeros_like(expected, dtype=torch.bfloat16)}
+    for x, y in zip(tokens.flatten(0, 1), labels.flatten(0, 1), strict=True):
         (zero.loss_sum(dense(x), y) / (labels != IGNORE_INDEX).sum()).backward()
-        if stage > "1":  # stage 1 sums micro-batches where autograd does: in the gradient's own dtype
+        for total in sums.values():
             total += torch.cat([p.grad.flatten() for p in dense.parameters()])
-            dense.zero_grad()
-    if stage == "1":
-        total += torch.cat([p.grad.flatten() for p in dense.parameters()])
-    own = ((total - expected).norm() / expected.norm()).item()
+        dense.zero_grad()
+    return expected, {wide: ((x - expected).norm() / expected.norm()).item() for wide, x in sums.items()}
+
+
+@pytest.mark.always("3-simple", "2")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_bf16_gradient_is_as_close_to_float64_as_that_of_one_process(stage):
+    expected, errors = gradients_of_one_process()
+    own = errors[stage != "1"]  # stage 1 sums micro-batches where autograd does: in the gradient's own dtype
     for rank, gradients in enumerate(run_ranks(2, gradient_in_bf16, stage)):
         error = ((torch.cat([g.flatten().double() for g in gradients]) - expected).norm() / expected.norm()).item()
         assert error <= 1.5 * own, f"rank {rank}: {error:.2e} from float64, one process {own:.2e}"
@@ -536,7 +545,7 @@ def run_main_with_nan(stage: str) -> tuple[int | str | None, str, str]:
         return run_main("--stage", stage)
 
 
-@pytest.mark.always("3-simple", "1")
+@pytest.mark.always("1")
 @pytest.mark.parametrize("stage", STAGES)
 def test_nan_on_one_rank_fails_on_all(stage):
     for code, out, _ in run_ranks(2, run_main_with_nan, stage):
@@ -550,7 +559,6 @@ def test_nan_on_one_rank_fails_on_all(stage):
         (("--stage", "0"), "--stage", "0"),
         (("--stage", "two"), "--stage", "two"),
         (("--prefetch", "2"), "--prefetch", "2"),
-        (("--prefetch", "nan"), "--prefetch", "nan"),
         (("--micro-batches", "0"), "--micro-batches", "0"),
         (("--micro-batches", ""), "--micro-batches", "''"),
         (("--optimizer", "adam"), "--optimizer", "adam"),

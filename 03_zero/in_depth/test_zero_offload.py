@@ -19,7 +19,7 @@ from _zero_demo import make_batch, train_step
 from harness.meter import communication, peak_memory, storage_bytes
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace
+from harness.reference import Trace, assert_same_trace
 from harness.report import ROOT
 from test_zero_stages import (
     assert_clipped_as_by_torch,
@@ -28,18 +28,19 @@ from test_zero_stages import (
     distance_from_float64,
     in_two_groups,
     mean_loss,
+    one_process_in_bf16,
     padded,
     reference_trace,
     sgd,
     sharded_steps,
     zero_trace,
 )
+from test_zero_state import compare, run
 from torch import Tensor, nn
 from zero3 import make_zero
 from zero_hybrid import ShardThenCopies, make_groups
 from zero_memory import bytes_per_parameter, bytes_sent
 from zero_offload import Link, Offload2, Offload3, bytes_apart, bytes_over_the_link, main, make_offloaded
-from zero_state import full_state_dict, load_full_state_dict
 
 STAGES = [2, 3]
 SMALL = 8_000  # bytes of a bucket: several of them
@@ -203,18 +204,8 @@ def gradient_of_many(**options) -> dict[str, Tensor]:
 
 @pytest.mark.prove
 def test_sums_on_the_host_in_fp32_are_as_near_to_float64_as_one_process_and_in_bf16_are_not():
-    exact, dense = decoder(dtype=torch.bfloat16).double(), decoder(dtype=torch.bfloat16)
     (parts,) = make_batch(0, 1, MANY, length=8)
-    own = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in dense.named_parameters()}
-    counts = [(y != -100).sum() for _, y in parts]
-    for (x, y), count in zip(parts, counts, strict=True):
-        for model in (exact, dense):
-            (mean_loss(model, x, y) * count / sum(counts)).backward()
-        for name, p in dense.named_parameters():  # summed without any rounding: what one process can do at best
-            own[name] += p.grad
-            p.grad = None
-    want = {name: p.grad for name, p in exact.named_parameters()}
-    best = distance_from_float64(own, want)
+    want, best = one_process_in_bf16(parts)
     (wide,) = run_ranks(1, gradient_of_many, accumulate_dtype=torch.float32)
     (narrow,) = run_ranks(1, gradient_of_many)
     assert distance_from_float64(wide, want) <= 1.5 * best
@@ -274,13 +265,12 @@ def test_bytes_on_the_device_on_the_host_and_on_the_link_are_those_of_the_paper(
         assert got["sent"] == pytest.approx(bytes_sent(stage, ranks, 2 * psi, micro_batches=3), abs=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_without_master_weights_the_host_has_a_copy_of_its_own(ranks):
-    psi = padded(decoder(), ranks)
-    for got in run_ranks(ranks, bytes_of_a_step, 2, torch.float32, 1):
-        assert got["device"] == 4 * psi and got["host"] == (12 + 4) * psi // ranks and got["shared"] == 0
+def test_without_master_weights_the_host_has_a_copy_of_its_own():
+    psi = padded(decoder(), 3)
+    for got in run_ranks(3, bytes_of_a_step, 2, torch.float32, 1):
+        assert got["device"] == 4 * psi and got["host"] == (12 + 4) * psi // 3 and got["shared"] == 0
         assert got["alive"] == got["device"] + got["host"]
-        assert (got["device"], got["host"]) == pytest.approx([psi * each for each in bytes_apart(2, ranks, 12, 4, 4)])
+        assert (got["device"], got["host"]) == pytest.approx([psi * each for each in bytes_apart(2, 3, 12, 4, 4)])
 
 
 def test_table_1_of_the_paper_and_the_same_bytes_on_the_link_for_any_number_of_ranks():
@@ -418,51 +408,20 @@ def test_on_a_stand_in_gpu_clipping_saving_and_loading_know_where_things_are():
 # ------------------------------------------------------------------------------------------------ the state, by name
 
 
-def straight(steps: int) -> dict:
-    model = decoder()
-    zero = make_zero(2, model, in_two_groups(model), dist.group.WORLD, bucket_bytes=SMALL)
-    return goes_on(model, zero, range(steps))
-
-
-def goes_on(model: nn.Module, zero, steps: range) -> dict:
-    for step in steps:
-        train_step(model, zero, make_batch(step, 1)[0] if dist.get_world_size() == 1 else shares(step))
-        zero.step()
-    return full_state_dict(zero)
-
-
-def shares(step: int) -> list[tuple[Tensor, Tensor]]:
-    """The same global batch on two ranks as on one: a micro-batch each."""
-    return [make_batch(step, 1)[0][dist.get_rank()]]
-
-
-def resumed(stage: int, host: bool, state: dict) -> dict:
-    model = decoder(1)
-    options = {"bucket_bytes": SMALL} if stage < 3 else {}
-    make = make_offloaded if host else make_zero
-    zero = make(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers, **options)
-    load_full_state_dict(zero, state)
-    return goes_on(model, zero, range(2, 4))
-
-
 @pytest.mark.always("first1-then1")
-@pytest.mark.parametrize(("first", "then"), [((2, False), (3, True)), ((2, True), (1, False)), ((3, True), (2, True))])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((2, make_zero), (3, make_offloaded)),
+        ((2, make_offloaded), (1, make_zero)),
+        ((3, make_offloaded), (2, make_offloaded)),
+    ],
+)
 def test_a_run_goes_on_with_or_without_offloading_as_if_nothing_had_happened(first, then):
-    (want,) = run_ranks(1, straight, 4)
-    saved = run_ranks(2, saved_after_two, *first)[0]
-    for rank, got in enumerate(run_ranks(2, resumed, *then, saved)):
-        assert_same_named(got["weights"], want["weights"], 1e-9, "weight", rank)
-        for name, state in want["optimizer"].items():
-            for kind in ("exp_avg", "exp_avg_sq"):
-                assert_same(got["optimizer"][name][kind], state[kind], 1e-9, f"{kind} of {name}", rank)
-
-
-def saved_after_two(stage: int, host: bool) -> dict:
-    model = decoder()
-    options = {"bucket_bytes": SMALL} if stage < 3 else {}
-    make = make_offloaded if host else make_zero
-    zero = make(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers, **options)
-    return goes_on(model, zero, range(2))
+    straight = run_ranks(1, run, 2, range(4))[0]
+    saved = run_ranks(2, run, first[0], range(2), make=first[1])[0]
+    for resumed in run_ranks(2, run, then[0], range(2, 4), saved, make=then[1]):
+        compare(resumed, straight)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

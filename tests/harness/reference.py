@@ -18,6 +18,11 @@ from torch import Tensor, nn
 FLOAT64, FLOAT32 = 1e-10, 1e-5  # tolerances
 
 
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normal random numbers in float64, of a seed of their own."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def error_between(got: Tensor, want: Tensor) -> float:
     """max|got - want| / max|want|, in float64; absolute if `want` is all zero or empty. NaN and infinities give NaN.
 
