@@ -5,8 +5,8 @@ import io
 import sys
 import time
 from contextlib import nullcontext
-from functools import partial
-from itertools import pairwise
+from functools import cache, partial
+from itertools import pairwise, product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -152,7 +152,7 @@ def assert_are_sums(ranks, cases):
             assert torch.equal(x, ranks[0][cases.index((numel, dtype))]), f"rank {rank} has other bits than rank 0"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ring_gives_every_rank_the_same_sum(world_size):
     cases = [(numel, torch.float64) for numel in (0, 1, 2, 3, 7, 64, 1001)]
     cases += [(7, torch.bfloat16), (7, torch.int64)]
@@ -166,11 +166,11 @@ def ring_bytes(numel):
     return dict(sent.calls), sent.sent["send"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_ring_sends_the_bytes_of_its_formula(world_size):
-    for calls, sent in run_ranks(world_size, ring_bytes, 1000, timeout=LIMIT):
+    for calls, sent in run_ranks(world_size, ring_bytes, 999, timeout=LIMIT):
         steps = 2 * (world_size - 1)
-        assert sent == steps * 8 * 1000 // world_size
+        assert sent == steps * 8 * 999 // world_size
         assert calls == ({"send": steps, "recv": steps} if steps else {}), "the ring is made of send and receive"
 
 
@@ -278,7 +278,7 @@ def core_and_in_depth():
 
 
 def test_core_file_and_in_depth_give_the_same_loss_and_gradients():
-    for rank, results in enumerate(run_ranks(3, core_and_in_depth, timeout=LIMIT)):
+    for rank, results in enumerate(run_ranks(2, core_and_in_depth, timeout=LIMIT)):
         for name, (loss, deep_loss, core, deep) in results.items():
             assert_same(loss, deep_loss, 1e-13, f"{name}, the loss", rank)
             assert_same_named(core, deep, 1e-13, f"{name}, gradient of", rank)
@@ -306,7 +306,7 @@ def in_bfloat16():
 
 
 def test_bf16_gradients_are_as_close_to_float64_as_those_of_one_process():
-    for dense, parallel in run_ranks(4, in_bfloat16, timeout=LIMIT):
+    for dense, parallel in run_ranks(3, in_bfloat16, timeout=LIMIT):
         for name, error in parallel.items():
             assert error <= 1.5 * dense, f"{name}: {error:.3g}, one process {dense:.3g}"
 
@@ -396,9 +396,14 @@ def step_on_a_late_network():
     return results
 
 
+@cache
+def steps_on_a_late_network():
+    return run_ranks(2, step_on_a_late_network, timeout=LIMIT)
+
+
 def test_every_all_reduce_is_waited_for():
     expected = reference_trace(2).gradients[0]
-    for rank, results in enumerate(run_ranks(2, step_on_a_late_network, timeout=LIMIT)):
+    for rank, results in enumerate(steps_on_a_late_network()):
         for name, (_, grads) in results.items():
             assert_same_named(grads, expected, what=f"{name}, gradient of", rank=rank)
 
@@ -406,7 +411,7 @@ def test_every_all_reduce_is_waited_for():
 def test_all_messages_but_the_last_are_launched_during_the_backward_pass():
     num_params = len(list(build_model().parameters()))
     num_buckets = len(build_buckets(list(seeded_model().parameters()), 64 * 1024))
-    for results in run_ranks(2, step_on_a_late_network, timeout=LIMIT):
+    for results in steps_on_a_late_network():
         for name, messages in (("overlapped", num_params), ("bucketed", num_buckets)):
             events = [what for what, _ in results[name][0]]
             last_ready = len(events) - 1 - events[::-1].index("ready")
@@ -442,8 +447,7 @@ def another_order_on_each_rank():
 
 
 def test_buckets_match_although_ranks_complete_gradients_in_different_orders():
-    product = 1.0 * 2 * 4 * 8
-    expected = {str(i): torch.full((7,), (1 + 2) * product / 2.0**i) for i in range(4)}
+    expected = {str(i): torch.full((7,), (1 + 2) * 64 / 2.0**i) for i in range(4)}
     for rank, grads in enumerate(run_ranks(2, another_order_on_each_rank, timeout=LIMIT)):
         assert_same_named(grads, expected, tol=1e-6, what="gradient", rank=rank)
 
@@ -503,18 +507,16 @@ def after_an_error():
 def test_the_step_after_an_error_is_right():
     expected = reference_trace(2).gradients[0]
     for rank, (calls, grads) in enumerate(run_ranks(2, after_an_error, timeout=LIMIT)):
-        assert calls == 3 + 2, (
-            "three buckets, num_valid and the loss: no hook of an earlier block launches a second time"
-        )
+        assert calls == 3 + 2, "buckets, num_valid and the loss: no hook of an earlier block launches once more"
         assert_same_named(grads, expected, what="gradient of", rank=rank)
 
 
 # ----------------------------------------------------------------------------------------------------- bytes and memory
 
 
-def bytes_of_a_step(micro_batches):
+def bytes_of_steps():
     results = {}
-    for name, grad_sync in FORMS.items():
+    for (name, grad_sync), micro_batches in product(FORMS.items(), (1, 3)):
         model = seeded_model()
         with communication() as sent:
             for i in range(micro_batches):
@@ -522,7 +524,7 @@ def bytes_of_a_step(micro_batches):
                 is_last = i == micro_batches - 1
                 with grad_sync(list(model.parameters()), dist.group.WORLD) if is_last else nullcontext():
                     data_parallel.loss_sum(model(tokens[0]), labels[0]).backward()
-        results[name] = dict(sent.calls), sent.total
+        results[name, micro_batches] = dict(sent.calls), sent.total
     return results
 
 
@@ -531,12 +533,11 @@ def bytes_of_a_step(micro_batches):
 def test_bytes_sent_match_the_formula_for_any_number_of_micro_batches(world_size):
     grad_bytes = sum(p.nbytes for p in seeded_model().parameters())
     messages = {"overlapped": {"all_reduce": 14}, "bucketed": {"all_reduce": 3}}
-    for micro_batches in (1, 3):
-        results = run_ranks(world_size, bytes_of_a_step, micro_batches, timeout=LIMIT)
-        for name in FORMS:
-            assert round(sum(result[name][1] for result in results)) == 2 * (world_size - 1) * grad_bytes, name
-            for calls, _ in (result[name] for result in results):
-                assert name == "naive" or calls == messages[name]
+    results = run_ranks(world_size, bytes_of_steps, timeout=LIMIT)
+    for case in results[0]:
+        assert round(sum(result[case][1] for result in results)) == 2 * (world_size - 1) * grad_bytes, case
+        for calls, _ in (result[case] for result in results):
+            assert case[0] == "naive" or calls == messages[case[0]]
 
 
 def memory_of_bucketed(bucket_bytes):
@@ -583,10 +584,8 @@ def test_buckets_equal_those_of_in_depth_hold_one_dtype_and_large_parameters_are
     dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
     exact = build_buckets([nn.Parameter(torch.ones(4)) for _ in range(5)], 32)  # two of 16 bytes hold just that
     assert [len(bucket) for bucket in exact] == [2, 2, 1]
-    assert [len(bucket) for bucket in build_buckets([nn.Parameter(torch.ones(4, dtype=d)) for d in dtypes], 10**6)] == [
-        2,
-        1,
-    ]
+    mixed = build_buckets([nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes], 10**6)
+    assert [len(bucket) for bucket in mixed] == [2, 1]
     params = list(seeded_model().parameters())
     buckets = build_buckets(params, 5000)
     assert sorted(map(id, (p for bucket in buckets for p in bucket))) == sorted(map(id, params))
@@ -648,6 +647,6 @@ def test_check_finds_nan_late_messages_and_too_many_bytes():
         assert said["twice"] == ["twice: 941,792 bytes sent", "twice: 470,880 bytes of gradients"]
 
 
-@pytest.mark.parametrize("option", [["--bucket-kib", "0"], ["--bucket-kib", "-3"], ["--bucket-kib", "nan"], ["--ring"]])
+@pytest.mark.parametrize("option", [["--bucket-kib", "0"], ["--bucket-kib", "nan"], ["--ring"]])
 def test_a_bad_option_is_refused_in_one_line_before_any_process_group(option):
     assert option[0] in refusal(data_parallel.main, option)

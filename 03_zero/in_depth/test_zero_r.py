@@ -478,34 +478,28 @@ def test_the_fused_version_needs_a_buffer_as_large_as_the_model():
 
 def what_is_refused() -> dict[str, str]:
     """By the words that have to be in what is said."""
-    group, keeper, gaps = (
-        dist.group.WORLD,
-        Offloaded(dist.group.WORLD, 1, 4, torch.float32),
-        torch.ones(4, 4).t()[:, :2],
-    )
-    wide = Offloaded(group, 1, 4, torch.bfloat16)
+    group, gaps = dist.group.WORLD, torch.ones(4, 4).t()[:, :2]
+    keeper, narrow = (Offloaded(group, 1, 4, dtype) for dtype in (torch.float32, torch.bfloat16))
     mixture = [torch.ones(2), torch.ones(2, dtype=torch.int64)]
     said = {
         "too small for a checkpoint of 5": error_from(ValueError, keeper.keep, torch.ones(5)),
-        "host buffer is torch.bfloat16, the tensor torch.float32": error_from(ValueError, wide.keep, torch.ones(4)),
+        "host buffer is torch.bfloat16, the tensor torch.float32": error_from(ValueError, narrow.keep, torch.ones(4)),
         "view": error_from(RuntimeError, all_reduce_through, torch.empty(8), [gaps], group),
         "copying would round": error_from(ValueError, all_reduce_fused, mixture, group),
     }
     keeper.keep(torch.ones(4))
     full = "host buffer of 1 checkpoints is full; give it one slot for each layer"
     said[full] = error_from(ValueError, keeper.keep, torch.ones(4))
-    for narrow, dtype in (
+    for buffer, dtype in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.int64),
         (torch.float32, torch.float64),
     ):
-        kept = [
-            torch.full((3,), 257, dtype=dtype),
-            torch.full((2,), 2**24 + 1 if dtype == torch.int64 else 1).to(dtype),
-        ]
+        large = 2**24 + 1 if dtype == torch.int64 else 1
+        kept = [torch.full((3,), 257, dtype=dtype), torch.full((2,), large, dtype=dtype)]
         before = [t.clone() for t in kept]
-        message = error_from(ValueError, all_reduce_through, torch.empty(4, dtype=narrow), kept, group)
-        said[f"{narrow}"] = message if str(dtype) in message else ""
+        message = error_from(ValueError, all_reduce_through, torch.empty(4, dtype=buffer), kept, group)
+        assert str(buffer) in message and str(dtype) in message
         assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True)), "refused, but changed before"
     said["a buffer of 0 elements"] = error_from(ValueError, all_reduce_through, torch.empty(0), [torch.ones(3)], group)
     return said

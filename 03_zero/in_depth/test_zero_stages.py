@@ -332,7 +332,7 @@ def test_the_device_can_leave_a_step_out_and_a_fused_step_writes_the_models_weig
 
 
 def norm_and_pieces(stage: int) -> tuple[float, dict[str, int], int, bool]:
-    """The norm; elements of each gradient on this rank; padding; and whether clipping far above the norm changes any."""
+    """The norm; elements of each gradient on this rank; padding; whether clipping far above the norm changes any."""
     model = decoder()
     zero = sharded(stage, model, sgd(model), dist.group.WORLD)
     train_step(model, zero, make_batch(0, dist.get_world_size())[dist.get_rank()])
