@@ -116,6 +116,28 @@ def sgd_trace(
     return trace
 
 
+def adamw_by_hand(
+    model: nn.Module, tokens: Tensor, labels: Tensor, lr: float, max_norm: float
+) -> tuple[list[float], list[float]]:
+    """Losses and norms of three steps: torch's mean, autograd, clipping by the formula, torch's own AdamW."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=False, foreach=False)
+    losses, norms = [], []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        gradients = torch.autograd.grad(loss, parameters)
+        norms.append(torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item())
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g * min(1.0, max_norm / (norms[-1] + 1e-6))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
 def assert_same_trace(got: Trace, want: Trace, tol: float = FLOAT64, rank: int | None = None) -> None:
     """Loss and every gradient of every step, then the weights. The first step that differs is the one reported."""
     if len(got.losses) != len(want.losses):
