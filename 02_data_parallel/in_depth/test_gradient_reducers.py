@@ -143,22 +143,6 @@ def test_a_context_group_is_reduced_although_the_data_group_has_one_rank():
             assert_same_named(got, gradients(model), what=f"{version}, gradient of", rank=rank)
 
 
-def beside_torch() -> tuple[dict, dict]:
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    tokens, labels = make_batch(0, ranks)[dist.get_rank()][1]
-    valid = global_valid_tokens(labels, group)
-    theirs = nn.parallel.DistributedDataParallel(decoder())
-    (ranks * F.cross_entropy(theirs(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / valid).backward()
-    ours = decoder()
-    train_step(ours, reducer_of("bucketed", ours, group), [(tokens, labels)])
-    return gradients(ours), gradients(theirs.module)
-
-
-def test_the_sum_is_the_average_of_torch_ddp_times_the_number_of_ranks():
-    for rank, (ours, theirs) in enumerate(run_ranks(3, beside_torch, timeout=LIMIT)):
-        assert_same_named(ours, theirs, what="gradient of", rank=rank)
-
-
 # --------------------------------------------------------------------------------------- the loss is a sum over tokens
 
 

@@ -104,14 +104,6 @@ def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks):
             assert_same_trace(got, want, rank=rank)
 
 
-@pytest.mark.prove
-def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
-    want = reference_trace(3, awkward)
-    for rank, results in enumerate(run_ranks(3, traces, awkward)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
-
-
 @pytest.mark.always("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_three_micro_batches_add_up_on_the_host_however_late_the_copies_arrive(ranks):

@@ -90,14 +90,6 @@ def test_the_same_with_collectives_that_really_travel():
             assert_same_trace(got, want, rank=rank)
 
 
-@pytest.mark.prove
-def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
-    want = reference_trace(3, awkward)
-    for rank, results in enumerate(run_ranks(3, traces, awkward)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
-
-
 def clipped_steps(stage: int):
     return sharded_steps(lambda *a: overlapped(stage, *a), in_two_groups, awkward(), 0.5)
 
