@@ -2,10 +2,7 @@
 
 import gc
 import math
-import os
 import random
-import subprocess
-import sys
 import time
 import weakref
 from collections import Counter
@@ -17,10 +14,9 @@ import torch
 import torch.distributed as dist
 from _zero_demo import make_batch, train_step
 from harness.meter import communication, peak_memory, storage_bytes
-from harness.programs import error_from, refusal
+from harness.programs import error_from, on_stand_in_gpus, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same_trace
-from harness.report import ROOT
 from test_zero_stages import (
     assert_clipped_as_by_torch,
     awkward,
@@ -42,6 +38,7 @@ from zero_hybrid import ShardThenCopies, make_groups
 from zero_memory import bytes_per_parameter, bytes_sent
 from zero_offload import Link, Offload2, Offload3, bytes_apart, bytes_over_the_link, main, make_offloaded
 
+HERE = Path(__file__).parent
 STAGES = [2, 3]
 SMALL = 8_000  # bytes of a bucket: several of them
 
@@ -351,18 +348,11 @@ def test_gradients_go_down_during_backward_and_weights_go_up_before_the_next_upd
             assert index == buckets - 1 or events.index(("gather", index)) < events.index(("update", index + 1))
 
 
-HERE, STAND_IN = Path(__file__).parent, ROOT / "tests/fake_device"
-FAKE = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{HERE}", "FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
-with_a_stand_in = pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
-
-
 @pytest.mark.prove
-@with_a_stand_in
 @pytest.mark.parametrize("stage", STAGES)
 def test_on_a_stand_in_gpu_host_and_device_are_apart_and_each_waits_for_the_other(stage):
     """It refuses what a GPU does not forgive: a slot that is read before its copy has arrived, or written before."""
-    command = [sys.executable, str(HERE / "zero_offload.py"), "--stage", str(stage)]
-    done = subprocess.run(command, env=os.environ | FAKE, capture_output=True, text=True, timeout=120)
+    done = on_stand_in_gpus(HERE, str(HERE / "zero_offload.py"), "--stage", str(stage))
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout[-900:] + done.stderr[-900:]
     assert "on 1 cuda rank(s)" in done.stdout
     assert stage == 3 or "bytes allocated on the device" in done.stdout  # by the device's own count
@@ -390,10 +380,8 @@ print("PASS")
 
 
 @pytest.mark.prove
-@with_a_stand_in
 def test_on_a_stand_in_gpu_clipping_saving_and_loading_know_where_things_are():
-    command = [sys.executable, "-c", STATE]
-    done = subprocess.run(command, env=os.environ | FAKE, capture_output=True, text=True, timeout=120)
+    done = on_stand_in_gpus(HERE, "-c", STATE)
     assert done.stdout.splitlines()[-1:] == ["PASS"], done.stdout[-900:] + done.stderr[-900:]
 
 

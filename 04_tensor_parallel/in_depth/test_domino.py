@@ -2,9 +2,6 @@
 other travels."""
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,10 +15,9 @@ import torch
 import torch.distributed as dist
 from domino import HalvedBlock, Piece, UnderWay, in_halves, one_by_one
 from harness.meter import communication, saved_activations
-from harness.programs import refusal
+from harness.programs import on_stand_in_gpus, refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named, numbers
-from harness.report import ROOT
 from parallel_block import (
     Config,
     ParallelBlock,
@@ -380,7 +376,6 @@ def test_bad_input_ends_in_one_line_before_any_process_group(options, words):
     assert words in refusal(domino.main, options, world_size=2)
 
 
-STAND_IN = ROOT / "tests/fake_device"
 WITH_SCORES = """
 import sys, domino
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -390,12 +385,7 @@ with sdpa_kernel(SDPBackend.MATH):  # what a GPU has for float64
 """
 
 
-@pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
 @pytest.mark.prove
 def test_what_is_kept_may_be_more_than_with_a_flash_kernel_on_a_gpu():
-    path = f"{STAND_IN}{os.pathsep}{Path(domino.__file__).parent}"
-    environment = os.environ | {"PYTHONPATH": path, "FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_SCORES], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = on_stand_in_gpus(Path(domino.__file__).parent, "-c", WITH_SCORES)
     assert (done.stdout.splitlines() or [""])[-1] == "PASS", done.stdout + done.stderr[-900:]

@@ -1,8 +1,5 @@
 """One block with all its regions, against one device: every layout, every number of key/value heads, every mask."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,10 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.meter import communication, saved_activations
-from harness.programs import error_from, refusal
+from harness.programs import error_from, on_stand_in_gpus, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, numbers, sgd_trace
-from harness.report import ROOT
 from parallel_block import (
     Config,
     ParallelBlock,
@@ -405,7 +401,6 @@ def test_bad_input_ends_in_one_line_before_any_process_group(options, ranks, wor
     assert words in refusal(parallel_block.main, options, ranks)
 
 
-STAND_IN = ROOT / "tests/fake_device"
 WITH_SCORES = """
 import sys, parallel_block
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -415,14 +410,9 @@ with sdpa_kernel(SDPBackend.MATH):  # what a GPU has for float64
 """
 
 
-@pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
 @pytest.mark.prove
 @pytest.mark.parametrize("gpus", ["1", "0"])
 def test_what_is_kept_is_that_of_a_flash_kernel_on_a_cpu_and_may_be_more_on_a_gpu(gpus):
-    path = f"{STAND_IN}{os.pathsep}{Path(parallel_block.__file__).parent}"
-    environment = os.environ | {"PYTHONPATH": path, "FAKE_GPUS": gpus, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_SCORES], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = on_stand_in_gpus(Path(parallel_block.__file__).parent, "-c", WITH_SCORES, gpus=int(gpus))
     last = (done.stdout.splitlines() or [""])[-1]
     assert last == "PASS" if gpus == "1" else "bytes kept for backward is" in last, done.stdout + done.stderr[-900:]
