@@ -437,7 +437,7 @@ def ready_in_two_orders(version: str) -> tuple[list[int], list[dict]]:
 def test_buckets_leave_in_index_order_whatever_order_gradients_become_ready_in():
     for rank, versions in enumerate(run_ranks(2, of_each_version, ready_in_two_orders, timeout=LIMIT)):
         for version, (order, sums) in versions.items():
-            assert order == [0, 1, 2, 3], version
+            assert order == [0, 1, 2, 3], f"{version}: {order}"
             for got, times in zip(sums, (3, 1), strict=True):
                 want = {str(i): torch.full((7,), 10.0**i * times) for i in range(4)}
                 assert_same_named(got, want, tol=0, what=f"{version}, gradient", rank=rank)
