@@ -37,7 +37,7 @@ from data_parallel import (
 from harness.meter import communication, held_bytes, peak_memory
 from harness.programs import refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_traces, sgd_trace
 
 LIMIT = 15.0  # seconds until a run that hangs is a failure
 FORMS = {"naive": naive, "overlapped": overlapped, "bucketed": partial(bucketed, bucket_bytes=64 * 1024)}
@@ -226,10 +226,7 @@ def all_forms():
 @pytest.mark.always("3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_losses_gradients_and_parameters_match_the_reference(world_size):
-    expected = reference_trace(world_size)
-    for rank, traces in enumerate(run_ranks(world_size, all_forms, timeout=LIMIT)):
-        for trace in traces.values():
-            assert_same_trace(trace, expected, rank=rank)
+    assert_same_traces(run_ranks(world_size, all_forms, timeout=LIMIT), reference_trace(world_size))
 
 
 def sums_in_a_group(name):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import zero
 from harness.meter import communication, peak_memory
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_trace
+from harness.reference import Trace, assert_same, assert_same_trace, assert_same_traces
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from zero import IGNORE_INDEX, STAGES, FlatParam, bytes_stored, expected_bytes, forward_backward, get_batch, main
@@ -132,26 +132,20 @@ def train(
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_three_steps_match_reference(stage, dp):
-    expected = reference(dp)
-    for rank, got in enumerate(run_ranks(dp, train, stage)):
-        assert_same_trace(got, expected, rank=rank)
+    assert_same_traces(run_ranks(dp, train, stage), reference(dp))
 
 
 @pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_three_micro_batches_on_three_ranks_match_reference(stage):
-    expected = reference(3, 3)
-    for rank, got in enumerate(run_ranks(3, train, stage, micro_batches=3)):
-        assert_same_trace(got, expected, rank=rank)
+    assert_same_traces(run_ranks(3, train, stage, micro_batches=3), reference(3, 3))
 
 
 @pytest.mark.always("3-simple", "1")
 @pytest.mark.parametrize("stage", STAGES)
 def test_adamw_with_weight_decay_matches_reference(stage):
     options = {"optimizer": torch.optim.AdamW, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
-    expected = reference(2, **options)
-    for rank, got in enumerate(run_ranks(2, train, stage, **options)):
-        assert_same_trace(got, expected, rank=rank)
+    assert_same_traces(run_ranks(2, train, stage, **options), reference(2, **options))
 
 
 def train_in_slices(stage: str) -> Trace:
@@ -195,9 +189,7 @@ def train_lazily(stage: str, prefetch: int | None) -> Trace:
 @pytest.mark.always("3-0", "2-None")
 @pytest.mark.parametrize(("stage", "prefetch"), [("1", None), ("2", None), ("3", 1), ("3", 0), ("3-simple", None)])
 def test_no_result_is_used_before_its_wait(stage, prefetch):
-    expected = reference(2)
-    for rank, got in enumerate(run_ranks(2, train_lazily, stage, prefetch)):
-        assert_same_trace(got, expected, rank=rank)
+    assert_same_traces(run_ranks(2, train_lazily, stage, prefetch), reference(2))
 
 
 class Noted:

@@ -38,7 +38,7 @@ from gradient_reducers import (
 from harness.meter import communication, held_bytes, peak_memory
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, assert_same_traces, sgd_trace
 from torch import Tensor, nn
 
 LIMIT = 20.0  # seconds until a run that hangs is a failure
@@ -107,10 +107,7 @@ def traces_in_the_world() -> dict[str, Trace]:
 @pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
-    want = reference_trace(ranks)
-    for rank, traces in enumerate(run_ranks(ranks, traces_in_the_world, timeout=LIMIT)):
-        for got in traces.values():
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, traces_in_the_world, timeout=LIMIT), reference_trace(ranks))
 
 
 def halves_of_each_sequence() -> dict[str, dict[str, Tensor | None]]:
@@ -412,9 +409,7 @@ def on_a_late_network(version: str, late: int) -> Trace:
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("version", ["overlapped", "bucketed"])
 def test_every_bucket_is_waited_for_and_left_alone_while_it_is_under_way(version, late):
-    want = reference_trace(3)
-    for rank, got in enumerate(run_ranks(3, on_a_late_network, version, late, timeout=LIMIT)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(3, on_a_late_network, version, late, timeout=LIMIT), reference_trace(3))
 
 
 def ready_in_two_orders(version: str) -> tuple[list[int], list[dict]]:

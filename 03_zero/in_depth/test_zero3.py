@@ -13,7 +13,7 @@ from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step, 
 from harness.meter import communication, peak_memory, storage_bytes
 from harness.programs import error_from
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, assert_same_traces
 from test_zero_stages import (
     assert_clipped_as_by_torch,
     assert_reduced_by_hand,
@@ -54,17 +54,13 @@ def trace(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2, **o
 @pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
-    want = reference_trace(ranks)
-    for rank, got in enumerate(run_ranks(ranks, trace)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, trace), reference_trace(ranks))
 
 
 @pytest.mark.always("options0")
 @pytest.mark.parametrize("options", [{"keep": False}, {"prefetch": False}])
 def test_results_do_not_depend_on_what_is_kept_or_prefetched(options):
-    want = reference_trace(2)
-    for rank, got in enumerate(run_ranks(2, trace, **options)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(2, trace, **options), reference_trace(2))
 
 
 @pytest.mark.prove
@@ -76,9 +72,7 @@ def test_point_to_point_gives_what_the_collectives_give():
 
 
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
-    want = reference_trace(3, awkward, micro_batches=3)
-    for rank, got in enumerate(run_ranks(3, trace, awkward, 3)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(3, trace, awkward, 3), reference_trace(3, awkward, micro_batches=3))
 
 
 def two_slices() -> Trace:

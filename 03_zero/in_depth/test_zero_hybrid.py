@@ -7,7 +7,7 @@ from _zero_demo import make_batch, train_step
 from harness.meter import communication, storage_bytes
 from harness.programs import refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same_trace
+from harness.reference import Trace, assert_same_traces
 from test_zero_stages import awkward, decoder, reference_trace, sgd
 from zero_hybrid import bytes_across, grid, main, make_groups, make_hybrid
 from zero_memory import bytes_per_parameter, bytes_sent
@@ -33,23 +33,17 @@ def hybrid_trace(shards: int, stage: int = 3, build=decoder, columns_first: bool
 @pytest.mark.always("4-2")
 @pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks, shards):
-    want = reference_trace(ranks)
-    for rank, got in enumerate(run_ranks(ranks, hybrid_trace, shards)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, hybrid_trace, shards), reference_trace(ranks))
 
 
 @pytest.mark.always("2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_take_copies_too(stage):
-    want = reference_trace(4)
-    for rank, got in enumerate(run_ranks(4, hybrid_trace, 2, stage)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(4, hybrid_trace, 2, stage), reference_trace(4))
 
 
 def test_machines_need_not_be_consecutive_ranks_and_parameters_may_be_frozen_tied_unused():
-    want = reference_trace(4, awkward)
-    for rank, got in enumerate(run_ranks(4, hybrid_trace, 2, 3, awkward, columns_first=True)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(4, hybrid_trace, 2, 3, awkward, columns_first=True), reference_trace(4, awkward))
 
 
 def limits_of_groups(*timeout: float) -> set[float]:

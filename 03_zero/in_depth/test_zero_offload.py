@@ -16,7 +16,7 @@ from _zero_demo import make_batch, train_step
 from harness.meter import communication, peak_memory, storage_bytes
 from harness.programs import error_from, on_stand_in_gpus, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same_trace
+from harness.reference import Trace, assert_same_traces
 from test_zero_stages import (
     assert_clipped_as_by_torch,
     awkward,
@@ -95,19 +95,13 @@ def traces(build=decoder, micro_batches: int = 2, late: bool = False) -> list[Tr
 @pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks):
-    want = reference_trace(ranks)
-    for rank, results in enumerate(run_ranks(ranks, traces)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, traces), reference_trace(ranks))
 
 
 @pytest.mark.always("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_three_micro_batches_add_up_on_the_host_however_late_the_copies_arrive(ranks):
-    want = reference_trace(ranks, micro_batches=3)
-    for rank, results in enumerate(run_ranks(ranks, traces, decoder, 3, late=True)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, traces, decoder, 3, late=True), reference_trace(ranks, micro_batches=3))
 
 
 def sums_after_a_copy_that_was_left() -> list[Tensor]:
@@ -141,9 +135,7 @@ def shards_and_copies(stage: int) -> Trace:
 @pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_copy_of_a_shard_has_its_own_host_and_all_stay_alike(stage):
-    want = reference_trace(4)
-    for rank, got in enumerate(run_ranks(4, shards_and_copies, stage)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(4, shards_and_copies, stage), reference_trace(4))
 
 
 def clipped_steps(stage: int):

@@ -16,7 +16,7 @@ from _zero_demo import make_batch, train_step
 from harness.meter import communication, peak_memory
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same_named, assert_same_trace
+from harness.reference import Trace, assert_same_named, assert_same_traces
 from test_zero_stages import (
     assert_clipped_as_by_torch,
     awkward,
@@ -77,17 +77,11 @@ def traces(build=decoder, micro_batches: int = 2, **options) -> list[Trace]:
 @pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model_however_late_the_gathers(ranks):
-    want = reference_trace(ranks)
-    for rank, results in enumerate(run_ranks(ranks, traces)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, traces), reference_trace(ranks))
 
 
 def test_the_same_with_collectives_that_really_travel():
-    want = reference_trace(2, micro_batches=1)
-    for rank, results in enumerate(run_ranks(2, traces, decoder, 1, all_gather=all_gather)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(2, traces, decoder, 1, all_gather=all_gather), reference_trace(2, micro_batches=1))
 
 
 def clipped_steps(stage: int):

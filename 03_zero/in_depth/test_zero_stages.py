@@ -14,7 +14,7 @@ from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step, 
 from harness.meter import communication, held_bytes, peak_memory, storage_bytes
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, assert_same_traces, sgd_trace
 from torch import Tensor, nn
 from zero_memory import bytes_per_parameter, bytes_sent
 from zero_stages import ExchangeAndSum, SendToAll, Zero1, Zero2, main
@@ -116,10 +116,7 @@ def traces(build: Callable[..., nn.Module] = decoder, micro_batches: int = 2) ->
 @pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
-    want = reference_trace(ranks)
-    for rank, results in enumerate(run_ranks(ranks, traces)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, traces), reference_trace(ranks))
 
 
 def traces_by_exchange() -> list[Trace]:
@@ -130,10 +127,7 @@ def traces_by_exchange() -> list[Trace]:
 
 @pytest.mark.prove
 def test_point_to_point_gives_what_the_collectives_give():
-    want = reference_trace(3, micro_batches=3)
-    for rank, results in enumerate(run_ranks(3, traces_by_exchange)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(3, traces_by_exchange), reference_trace(3, micro_batches=3))
 
 
 def sent_and_result(message: type, out: Tensor, given: Tensor) -> tuple[float, Tensor]:
@@ -169,17 +163,11 @@ def test_exchanges_send_and_give_what_collectives_do_and_the_same_bits_whichever
 
 
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
-    want = reference_trace(3, awkward)
-    for rank, results in enumerate(run_ranks(3, traces, awkward)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(3, traces, awkward), reference_trace(3, awkward))
 
 
 def test_three_micro_batches_count_as_one_batch():
-    want = reference_trace(2, micro_batches=3)
-    for rank, results in enumerate(run_ranks(2, traces, decoder, 3)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(2, traces, decoder, 3), reference_trace(2, micro_batches=3))
 
 
 def two_slices() -> list[Trace]:
@@ -860,6 +848,4 @@ def in_fp32_everywhere(stage: int) -> Trace:
 @pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_dtype_that_the_gradients_have_anyway_changes_nothing(stage):
-    want = reference_trace(2, micro_batches=3)
-    for rank, got in enumerate(run_ranks(2, in_fp32_everywhere, stage)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(2, in_fp32_everywhere, stage), reference_trace(2, micro_batches=3))

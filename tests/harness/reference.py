@@ -9,7 +9,7 @@ small gradient; it is absolute where `want` is zero everywhere. A NaN on either 
 gradient that is None on only one side is always a failure.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -146,6 +146,16 @@ def assert_same_trace(got: Trace, want: Trace, tol: float = FLOAT64, rank: int |
         assert_same(got.losses[step], want.losses[step], tol, f"loss of step {step}", rank)
         assert_same_named(got.gradients[step], want.gradients[step], tol, f"step {step}, gradient of", rank)
     assert_same_named(got.weights, want.weights, tol, f"after {len(want.losses)} steps, weight", rank)
+
+
+def assert_same_traces(
+    ranks: Sequence[Trace | Sequence[Trace] | Mapping[str, Trace]], want: Trace, tol: float = FLOAT64
+) -> None:
+    """`assert_same_trace` for each rank, which has one trace or several."""
+    for rank, traces in enumerate(ranks):
+        every = [traces] if isinstance(traces, Trace) else traces
+        for got in every.values() if isinstance(every, Mapping) else every:
+            assert_same_trace(got, want, tol, rank)
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:
