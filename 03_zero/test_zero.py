@@ -430,7 +430,7 @@ def test_a_batch_without_labels_has_zero_loss_and_zero_gradients(stage):
             assert_same(gradient, torch.zeros_like(gradient), 0.0, f"gradient of layer {i}'s shard", rank)
 
 
-MANY = 16  # micro-batches, so that it matters in which dtype they are summed
+MANY = 32  # micro-batches, so that it matters in which dtype they are summed
 
 
 def gradient_in_bf16(stage: str) -> list[Tensor]:
