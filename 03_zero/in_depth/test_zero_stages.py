@@ -94,7 +94,8 @@ def zero_trace(
     zero = make(model, sgd(model), group)
     trace = Trace()
     for step in range(3):
-        trace.losses.append(train_step(model, zero, make_batch(first + step, ranks, micro_batches)[rank]).item())
+        batch = make_batch(first + step, ranks, micro_batches)[rank]
+        trace.losses.append(train_step(model, zero, batch, everyone=group).item())
         trace.gradients.append(zero.full_gradients())
         zero.step()
     trace.weights = zero.full_weights()
