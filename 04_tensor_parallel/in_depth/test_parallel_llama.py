@@ -147,7 +147,7 @@ LATER = {"qk_norm": True, "own_head_dim": 6, "rope_scaling": (8.0, 1.0, 4.0, 64)
 VARIANTS = {"untied": {}, "tied": {"tied": True}, "later": LATER | {"lora_rank": 2, "lora_scale": 1.5}}
 
 
-@pytest.mark.always("4-untied", "4-tied")
+@pytest.mark.always("4-tied", "4-later")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_gradients_and_norm(ranks, variant):
