@@ -59,8 +59,8 @@ def full_weights(config: Config) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in chapter_01(config).state_dict().items()}
 
 
-def step_of_one_device(config: Config, positions: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
-    model, (tokens, labels) = chapter_01(config), batch(0)
+def step_of_one_device(model: nn.Module, positions: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
+    tokens, labels = batch(0)
     loss = F.cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
@@ -134,12 +134,14 @@ def test_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks):
     run_ranks(ranks, all_layouts, config, full_weights(config))
 
 
-def steps_of_variant(config: Config) -> list[tuple[float, dict[str, Tensor], float]]:
-    """Loss, gradients and their squared norm, without sequence parallelism and with it."""
+def steps_of_variant(config: Config, weights: dict[str, Tensor]) -> list[tuple]:
+    """First weights; with these loss, gradients and squared norm: without sequence parallelism, and with it."""
     found = []
     for sequence in (False, True):
         model = ParallelLlama(config, TensorParallel(dist.group.WORLD, sequence)).double()
-        found.append((*step_of(model), squared_gradient_norm(model, model.tp.group).item()))
+        first = full_state_dict(model, model.tp.group)
+        load_full_state_dict(model, weights)
+        found.append((first, *step_of(model), squared_gradient_norm(model, model.tp.group).item()))
     return found
 
 
@@ -152,13 +154,19 @@ VARIANTS = {"untied": {}, "tied": {"tied": True}, "later": LATER | {"lora_rank":
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_gradients_and_norm(ranks, variant):
     config = replace(SMALL, **VARIANTS[variant])
-    loss, gradients = step_of_one_device(config)
+    model, first = chapter_01(config), full_weights(config)
+    weights = {name: w + 0.1 * numbers(*w.shape, seed=i) for i, (name, w) in enumerate(first.items())}
+    if config.tied:  # one parameter under two names
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)
+    loss, gradients = step_of_one_device(model)
     norm = sum(gradient.square().sum().item() for gradient in gradients.values() if gradient is not None)
-    for rank, layouts in enumerate(run_ranks(ranks, steps_of_variant, config)):
-        for got, got_gradients, got_norm in layouts:
+    for rank, layouts in enumerate(run_ranks(ranks, steps_of_variant, config, weights)):
+        for got_first, got, got_gradients, got_norm in layouts:
+            assert_same_named(got_first, first, 0.0, "first weight", rank)
             assert_same(got, loss, what="loss", rank=rank)
             assert_same(got_norm, norm, what="squared norm", rank=rank)
-            if config.tied:  # one parameter under two names
+            if config.tied:
                 assert_same(got_gradients.pop("lm_head.weight"), gradients["model.embed_tokens.weight"], rank=rank)
             assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
 
@@ -302,7 +310,7 @@ def with_chapter_01s_parts() -> tuple[float, dict[str, Tensor]]:
 
 
 def test_it_takes_chapter_01s_config_parts_and_recomputation():
-    loss, gradients = step_of_one_device(SMALL)
+    loss, gradients = step_of_one_device(chapter_01(SMALL))
     for rank, (got, got_gradients) in enumerate(run_ranks(2, with_chapter_01s_parts)):
         assert_same(got, loss, what="loss", rank=rank)
         assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
@@ -321,7 +329,7 @@ def test_positions_are_those_that_the_caller_gives():
     rows = [torch.randperm(3 * S, generator=torch.Generator().manual_seed(row))[:S] for row in range(B)]
     for rank, steps in enumerate(run_ranks(2, at_positions, [rows[0], torch.stack(rows)])):  # one for all, or each
         for positions, loss, gradients in steps:
-            want, want_gradients = step_of_one_device(SMALL, positions)
+            want, want_gradients = step_of_one_device(chapter_01(SMALL), positions)
             assert_same(loss, want, what="loss", rank=rank)
             assert_same_named(gradients, want_gradients, rank=rank)
 
