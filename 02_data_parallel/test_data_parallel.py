@@ -34,6 +34,7 @@ from data_parallel import (
     ring_all_reduce,
     train_step,
 )
+from harness.late import Late
 from harness.meter import communication, held_bytes, peak_memory
 from harness.programs import refusal
 from harness.ranks import run_ranks
@@ -101,30 +102,6 @@ def assert_no_gradients_overlap(params):
     """Two gradients that share an element would be clipped twice. A whole storage may be shared: that is a bucket."""
     spans = sorted((p.grad.data_ptr(), p.grad.data_ptr() + p.grad.nbytes) for p in params)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans)), spans
-
-
-class LateNetwork:
-    """Stands in for dist.all_reduce. A sum is there once it is waited for, and not earlier; until then its tensor holds
-    NaN, so that a read that is too early and a missing wait both show. Records what was asked for."""
-
-    def __init__(self):
-        self.events, self.real = [], dist.all_reduce
-
-    def __call__(self, tensor, *args, async_op=False, **kwargs):
-        if not async_op:
-            return self.real(tensor, *args, **kwargs)
-        number, in_flight = sum(what == "launch" for what, _ in self.events), tensor.clone()
-        self.events.append(("launch", number))
-        work = self.real(in_flight, *args, async_op=True, **kwargs)
-        tensor.fill_(float("nan"))
-
-        class Work:
-            def wait(_):
-                work.wait()
-                tensor.copy_(in_flight)
-                self.events.append(("wait", number))
-
-        return Work()
 
 
 # ------------------------------------------------------------------------------------------------------------- the ring
@@ -382,7 +359,7 @@ def step_on_a_late_network():
     """One step on a network that delivers at the wait: the order of gradients, launches and waits, and the sums."""
     results = {}
     for name in ("overlapped", "bucketed"):
-        model, network = seeded_model(), LateNetwork()
+        model, network = seeded_model(), Late(dist.all_reduce)
         params = list(model.parameters())
         note = partial(lambda events, _: events.append(("ready", 0)), network.events)
         with patch.object(dist, "all_reduce", network), grad_hooks(params, note):
@@ -412,8 +389,8 @@ def test_all_messages_but_the_last_are_launched_during_the_backward_pass():
         for name, messages in (("overlapped", num_params), ("bucketed", num_buckets)):
             events = [what for what, _ in results[name][0]]
             last_ready = len(events) - 1 - events[::-1].index("ready")
-            assert events.count("launch") == messages == events.count("wait")
-            assert events[:last_ready].count("launch") == messages - 1, f"{name}: {events}"
+            assert events.count("start") == messages == events.count("wait")
+            assert events[:last_ready].count("start") == messages - 1, f"{name}: {events}"
             assert events.index("wait") > last_ready, f"{name} waits during the backward pass: {events}"
 
 
@@ -451,7 +428,7 @@ def test_buckets_match_although_ranks_complete_gradients_in_different_orders():
 
 def second_bucket_completes_first():
     """Parameters 3, 2, 1, 0 are one bucket each, in this order; backward completes 2 before 3, then 1, then 0."""
-    params, network = [nn.Parameter(torch.ones(7)) for _ in range(4)], LateNetwork()
+    params, network = [nn.Parameter(torch.ones(7)) for _ in range(4)], Late(dist.all_reduce)
     x = torch.ones(7)
     for i in (0, 1, 3, 2):
         x = x * params[i]
@@ -464,7 +441,7 @@ def second_bucket_completes_first():
 
 
 def test_buckets_are_launched_as_early_as_possible():
-    expected = ["ready 2", "ready 3", "launch 0", "launch 1", "ready 1", "launch 2", "ready 0", "launch 3"]
+    expected = ["ready 2", "ready 3", "start 0", "start 1", "ready 1", "start 2", "ready 0", "start 3"]
     assert run_ranks(1, second_bucket_completes_first, timeout=LIMIT) == [expected]
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zero
+from harness.late import Late
 from harness.meter import communication, peak_memory
 from harness.programs import refusal
 from harness.ranks import run_ranks
@@ -165,25 +166,8 @@ def test_two_slices_of_the_world_train_two_models(stage):
 # ------------------------------------------------------------------------------------------------------ order in time
 
 
-class Lazy:
-    """A collective whose result is NaN until `wait`."""
-
-    def __init__(self, collective):
-        self.collective = collective
-
-    def __call__(self, out: Tensor, given: Tensor, group: dist.ProcessGroup, async_op: bool = False):
-        arrived = torch.empty_like(out)
-        self.collective(arrived, given, group=group)
-        if not async_op:
-            return out.copy_(arrived)
-        out.fill_(math.nan)
-        work = Lazy(self.collective)
-        work.wait = lambda: out.copy_(arrived)
-        return work
-
-
 def train_lazily(stage: str, prefetch: int | None) -> Trace:
-    with patch.multiple(zero, all_gather=Lazy(zero.all_gather), reduce_scatter=Lazy(zero.reduce_scatter)):
+    with patch.multiple(zero, all_gather=Late(zero.all_gather), reduce_scatter=Late(zero.reduce_scatter)):
         return train(stage, prefetch=prefetch)
 
 

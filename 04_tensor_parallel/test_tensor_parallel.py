@@ -14,6 +14,7 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness.late import Late
 from harness.meter import communication, held_bytes, peak_memory, saved_activations
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named, error_between
@@ -547,22 +548,6 @@ def test_errors_in_bf16_are_at_most_half_as_large_again_as_of_one_process(sequen
 # -------------------------------------------------------------------------------------------------------- order in time
 
 
-class Late:
-    """A collective whose output is NaN until wait()."""
-
-    def __init__(self, log: list, name: str, collective, output: Tensor, *inputs: Tensor, **options):
-        log.append(f"start {name}")
-        self.log, self.name, self.output = log, name, output
-        self.result = output.clone()
-        options.pop("async_op")
-        collective(self.result, *inputs, **options)
-        output.fill_(torch.nan)
-
-    def wait(self):
-        self.log.append(f"wait {self.name}")
-        self.output.copy_(self.result)
-
-
 class Log(TorchDispatchMode):
     def __init__(self, log: list):
         super().__init__()
@@ -576,22 +561,18 @@ class Log(TorchDispatchMode):
 
 def late_collectives(sequence_parallel: bool) -> list[str]:
     log = []
-
-    def late(name, collective):
-        return lambda *a, **k: Late(log, name, collective, *a, **k) if k.get("async_op") else collective(*a, **k)
-
     tp = TPContext(dist.group.WORLD, sequence_parallel)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(tp.rank * sequence_parallel), requires_grad=True)
     weights = [torch.randn(3, 6, requires_grad=True), torch.randn(2, 6, requires_grad=True)]
     ys = overlapped_column_parallel_linear(x, weights, [None, None], tp)
     single = {"all-gather": "all_gather_single", "reduce-scatter": "reduce_scatter_single"}
-    single = {attribute: late(name, getattr(tensor_parallel, attribute)) for name, attribute in single.items()}
-    late_sum = patch.object(dist, "all_reduce", late("sum", dist.all_reduce))
+    single = {attribute: Late(getattr(tensor_parallel, attribute), log, name) for name, attribute in single.items()}
+    late_sum = patch.object(dist, "all_reduce", Late(dist.all_reduce, log, "sum"))
     with patch.multiple(tensor_parallel, **single), late_sum, Log(log):
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
     for what, p in (("x", x), ("a weight", weights[0]), ("a weight", weights[1])):
         assert not p.grad.isnan().any(), f"the gradient of {what} was read before its wait: {log}"
-    return log
+    return [entry if isinstance(entry, str) else " ".join(entry) for entry in log]
 
 
 def test_collectives_are_in_flight_while_matmuls_run():

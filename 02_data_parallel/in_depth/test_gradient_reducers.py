@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +34,7 @@ from gradient_reducers import (
     parse_arguments,
     train_step,
 )
+from harness.late import Late
 from harness.meter import communication, held_bytes, peak_memory
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
@@ -377,25 +377,9 @@ def test_the_naive_version_sends_nothing_before_backward_has_ended():
         assert [what for what, _ in events] == ["ready"] * buckets + ["launch", "wait"] * buckets
 
 
-class LateNetwork:
-    """Stands in for dist.all_reduce. A sum appears when it is waited for, and not a moment earlier; until then its
-    tensor holds NaN. So a wait that is missing, or a look at what is under way, is found out on a fast network too."""
-
-    def __init__(self) -> None:
-        self.real = dist.all_reduce
-
-    def __call__(self, tensor: Tensor, *args, async_op: bool = False, **kwargs):
-        if not async_op:
-            return self.real(tensor, *args, **kwargs)
-        under_way = tensor.clone()
-        work = self.real(under_way, *args, async_op=True, **kwargs)
-        tensor.fill_(float("nan"))
-        return SimpleNamespace(wait=lambda: (work.wait(), tensor.copy_(under_way)))
-
-
 def on_a_late_network(version: str, late: int) -> Trace:
     """Three steps; the rank `late` also pauses before each of its launches."""
-    network = LateNetwork()
+    network = Late(dist.all_reduce)
 
     def all_reduce(*args, **kwargs):
         time.sleep(0.002 if dist.get_rank() == late else 0)

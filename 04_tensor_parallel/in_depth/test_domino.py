@@ -3,8 +3,7 @@ other travels."""
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from domino import HalvedBlock, Piece, UnderWay, in_halves, one_by_one
+from harness.late import Late
 from harness.meter import communication, saved_activations
 from harness.programs import on_stand_in_gpus, refusal
 from harness.ranks import run_ranks
@@ -92,42 +92,12 @@ def test_halves_equal_whole_batches_in_output_and_every_gradient(ranks, slices):
     run_ranks(ranks, same_numbers, slices)
 
 
-class Late:
-    """A message whose result is NaN until somebody waits for it, and is overwritten then."""
-
-    def __init__(self, into: Tensor, arrives: Tensor):
-        self.into, self.arrives = into, arrives
-        into.fill_(torch.nan)
-
-    def wait(self) -> None:
-        self.into.copy_(self.arrives)
-
-
-@contextmanager
-def late_messages() -> Iterator[None]:
-    real = {name: getattr(domino, name) for name in ("all_gather_single", "reduce_scatter_single")}
-    all_reduce = dist.all_reduce
-
-    def late_sum(tensor: Tensor, **how) -> Late:
-        all_reduce(total := tensor.clone(), group=how["group"])
-        return Late(tensor, total)
-
-    def late(out: Tensor, given: Tensor, *, called: str, **how) -> Late:
-        real[called](arrives := torch.empty_like(out), given, group=how["group"])
-        return Late(out, arrives)
-
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(dist, "all_reduce", late_sum))
-        for name in real:
-            patches.enter_context(mock.patch.object(domino, name, partial(late, called=name)))
-        yield
-
-
 def numbers_of_late_messages(sequence: bool) -> None:
     group = dist.group.WORLD
     want = one_run(False, group, sequence)
     blocks = blocks_of(True, group, sequence)
-    with late_messages():
+    singles = {name: Late(getattr(domino, name)) for name in ("all_gather_single", "reduce_scatter_single")}
+    with mock.patch.multiple(domino, **singles), mock.patch.object(dist, "all_reduce", Late(dist.all_reduce)):
         got = step_of(blocks, True, sequence)
     sync_replicated_gradients(blocks, group)
     assert_same_named(got, want, 1e-12, "with messages that are late", dist.get_rank())
