@@ -60,7 +60,7 @@ def test_the_peak_of_a_real_step_is_the_predicted_one_to_the_byte(
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_bytes_kept_for_backward_are_those_of_the_meter(precision, recompute):
-    for config, batch, seq, _ in (SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[5]):
+    for config, batch, seq, _ in (SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[5]):  # tied or not is all the same here
         model, _, ((tokens, labels), *_) = step_peak.build(config, batch, seq, 2, precision, recompute)
         with saved_activations(exclude=model.parameters()) as saved:
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast")

@@ -563,7 +563,8 @@ def rebuilt_buckets(idle: int | None) -> tuple[list, list, list]:
             x.sum().backward()
         reducer.finish()
         whats = [what for what, _ in reducer.events]
-        early.append(whats[: "".join(what[0] for what in whats).rfind("r")].count("launch"))
+        last_ready = max((i for i, what in enumerate(whats) if what == "ready"), default=0)
+        early.append(whats[:last_ready].count("launch"))
         cuts.append([[reducer.names[p] for p in bucket] for bucket in reducer.buckets])
         assert all(p.grad is reducer.views[p] for p in model.values())
         sums.append(gradients(model))
