@@ -39,7 +39,7 @@ from data_parallel import (
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication
 from harness.ranks import run_ranks
-from harness.report import Ratio, paired, ratio_of, write_result
+from harness.report import paired, processor_paired, ratio_of, write_result
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = 4
@@ -58,26 +58,6 @@ def check(ours, theirs, what):
         error = ((p.grad - q.grad).abs().max() / q.grad.abs().max()).item()
         if not error <= 1e-5:
             raise SystemExit(f"{what}: the gradient of {name} differs from DDP's by {error:.1e}")
-
-
-def processor_seconds(step) -> float:
-    """Of all ranks together, and of Gloo's threads."""
-    dist.barrier()
-    begin = time.process_time()
-    step()
-    dist.barrier()
-    spent = torch.tensor(time.process_time() - begin, dtype=torch.float64)
-    dist.all_reduce(spent)
-    return spent.item()
-
-
-def in_processor_seconds(a, b, repeats: int) -> Ratio:
-    """Like `paired`: a and b one after the other, and the other way round in the next pair."""
-    ratios = []
-    for repeat in range(repeats):
-        seconds = {fn: processor_seconds(fn) for fn in ((a, b) if repeat % 2 else (b, a))}
-        ratios.append(seconds[a] / seconds[b])
-    return ratio_of(ratios)
 
 
 def mean_loss(model, tokens, num_valid):
@@ -126,7 +106,7 @@ def compare(name):
         check(model, ddp.module, f"{what}, {name} parameters")
         repeats = 21 if what == "bucketed" else 5  # the others are not close
         against = [paired(step, other, repeats=repeats, setup=dist.barrier) for other in (ddp_step, deep_step)]
-        against.append(in_processor_seconds(step, ddp_step, repeats))
+        against.append(processor_paired(step, ddp_step, repeats))
         sent = {}
         for key, run in (("ours", step), ("ddp", ddp_step)):
             with communication() as meter:

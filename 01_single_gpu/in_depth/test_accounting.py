@@ -117,7 +117,7 @@ def measured(config, batch, seq, dtype, kernel, recompute):
 
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
 def test_the_activation_formula_equals_the_saved_tensors_to_the_byte(dtype, kernel, recompute):
     multi_query = LlamaConfig(vocab_size=70, hidden=24, layers=1, heads=6, kv_heads=1, intermediate=20)
     for config, batch, seq in (

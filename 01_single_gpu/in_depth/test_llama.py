@@ -10,15 +10,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from harness.meter import saved_activations
-from harness.reference import assert_same, assert_same_named
+from harness.reference import assert_same, assert_same_named, numbers
 from llama import IGNORE, MODES, TINY, Attention, Llama, LlamaConfig, Parts, attention, attention_math
 
 torch.set_num_threads(1)  # on tensors this small a second thread only waits
 TOKENS = torch.randint(TINY.vocab_size, (2, 11), generator=torch.Generator().manual_seed(0))
-
-
-def random(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def lively(config=TINY, **arguments):
@@ -26,7 +22,7 @@ def lively(config=TINY, **arguments):
     model = Llama(config, **arguments).double()
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(0.3 * random(*parameter.shape, seed=i) + (parameter.dim() == 1))
+            parameter.copy_(0.3 * numbers(*parameter.shape, seed=i) + (parameter.dim() == 1))
     return model
 
 
@@ -83,12 +79,6 @@ def test_logits_and_gradients_equal_those_of_transformers_with_grouped_query_hea
     assert_same_named({name: p.grad for name, p in model.named_parameters()}, want, 1e-9, "gradient of")
 
 
-def test_logits_are_close_to_unmodified_transformers():
-    model, theirs = lively(), hugging_face(TINY)
-    theirs.load_state_dict(model.state_dict())
-    assert_same(model(TOKENS), theirs(TOKENS).logits, tol=1e-5, what="logits")
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_state_dict_is_the_one_of_hugging_face_and_holds_no_buffer(tied):
     config = replace(TINY, tied=tied)
@@ -107,7 +97,7 @@ def test_the_state_dict_is_the_one_of_hugging_face_and_holds_no_buffer(tied):
 @pytest.mark.parametrize("function", [attention, attention_math])
 def test_attention_equals_one_head_at_a_time(function, heads, kv_heads, causal):
     B, S, D = 2, 7, 8
-    q, k, v = (random(B, S, n, D, seed=i).requires_grad_() for i, n in enumerate((heads, kv_heads, kv_heads)))
+    q, k, v = (numbers(B, S, n, D, seed=i).requires_grad_() for i, n in enumerate((heads, kv_heads, kv_heads)))
     out = torch.empty(B, S, heads, D, dtype=torch.float64)
     for b in range(B):
         for n in range(heads):
@@ -118,7 +108,7 @@ def test_attention_equals_one_head_at_a_time(function, heads, kv_heads, causal):
             out[b, :, n] = scores.softmax(-1) @ v[b, :, shared]
     got = function(q, k, v, causal=causal)
     assert_same(got, out, what="attention")
-    weight = random(*out.shape, seed=9)
+    weight = numbers(*out.shape, seed=9)
     grads, want = (torch.autograd.grad((result * weight).sum(), (q, k, v)) for result in (got, out))
     for name, a, b in zip("qkv", grads, want, strict=True):
         assert_same(a, b, what=f"gradient of {name}")
@@ -126,7 +116,7 @@ def test_attention_equals_one_head_at_a_time(function, heads, kv_heads, causal):
 
 def test_explicit_attention_never_expands_keys_and_values():
     B, S, N, D = 2, 8, 8, 16
-    q, k, v = random(B, S, N, D).requires_grad_(), random(B, S, 1, D, seed=1), random(B, S, 1, D, seed=2)
+    q, k, v = numbers(B, S, N, D).requires_grad_(), numbers(B, S, 1, D, seed=1), numbers(B, S, 1, D, seed=2)
     k.requires_grad_(), v.requires_grad_()
     with saved_activations() as saved:
         attention_math(q, k, v, causal=True)
@@ -137,12 +127,12 @@ def test_explicit_attention_never_expands_keys_and_values():
 
 
 def test_rms_norm_equals_torch():
-    x, weight = random(3, 5, 16), random(16, seed=1)
+    x, weight = numbers(3, 5, 16), numbers(16, seed=1)
     assert_same(llama.rms_norm(x, weight, 1e-3), F.rms_norm(x, (16,), weight, 1e-3), what="rms_norm")
 
 
 def test_rms_norm_takes_its_statistics_in_fp32_in_a_bf16_model():
-    x = (300 * random(4, 4096)).to(torch.bfloat16)
+    x = (300 * numbers(4, 4096)).to(torch.bfloat16)
     got = llama.rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 1e-5)
     want = F.rms_norm(x.double(), (4096,), eps=1e-5).to(torch.bfloat16)
     assert got.dtype == torch.bfloat16
@@ -170,30 +160,12 @@ def test_rope_tables_are_fp32_whatever_the_dtype_of_the_model(dtype):
     assert len(seen) == 2 * config.layers
 
 
-def test_bf16_positions_cannot_tell_neighbours_apart_which_is_why_the_tables_are_not_bf16():
-    assert torch.tensor(1000.0).bfloat16() == torch.tensor(1001.0).bfloat16()
-    cos, _ = llama.rope_tables(torch.tensor([1000, 1001]), 8, 10000.0)
-    assert (cos[0] - cos[1]).abs().max() > 0.1
-
-
 def test_rope_rotates_in_fp32_before_it_rounds():
-    x = random(1, 4, 2, 8).to(torch.bfloat16)
+    x = numbers(1, 4, 2, 8).to(torch.bfloat16)
     cos, sin = llama.rope_tables(torch.arange(4) + 5000, 8, 10000.0)
     got = llama.apply_rope(x, cos, sin)
     assert got.dtype == torch.bfloat16
     assert_same(got, llama.apply_rope(x.double(), cos, sin).to(torch.bfloat16), tol=0, what="bf16 rope")
-
-
-def test_attention_scores_depend_on_the_distance_between_positions_only():
-    q, k = random(1, 1, 1, 8), random(1, 1, 1, 8, seed=1)
-
-    def score(i, j):
-        turned = (llama.apply_rope(x, *llama.rope_tables(torch.tensor([at]), 8, 100.0)) for x, at in ((q, i), (k, j)))
-        a, b = turned
-        return (a * b).sum()
-
-    assert_same(score(7, 3), score(104, 100), tol=1e-5, what="score at distance 4")
-    assert abs(score(7, 3) - score(3, 7)) > 1e-3  # but not on its absolute value
 
 
 def test_positions_may_be_given_per_sample_and_out_of_order():
@@ -212,21 +184,21 @@ def test_positions_may_be_given_per_sample_and_out_of_order():
 
 
 def test_cross_entropy_is_a_sum_over_the_valid_labels():
-    logits, labels = random(2, 3, 5), torch.tensor([[1, IGNORE, 4], [0, 2, IGNORE]])
+    logits, labels = numbers(2, 3, 5), torch.tensor([[1, IGNORE, 4], [0, 2, IGNORE]])
     rows = [(0, 0, 1), (0, 2, 4), (1, 0, 0), (1, 1, 2)]
     want = -sum(logits[b, s].log_softmax(-1)[y] for b, s, y in rows)
     assert_same(llama.cross_entropy(logits, labels), want, what="loss")
 
 
 def test_cross_entropy_without_a_valid_label_is_zero_not_nan():
-    logits = random(2, 3, 5).requires_grad_()
+    logits = numbers(2, 3, 5).requires_grad_()
     loss = llama.cross_entropy(logits, torch.full((2, 3), IGNORE))
     loss.backward()
     assert loss.item() == 0 and (logits.grad == 0).all()
 
 
 def test_cross_entropy_of_bf16_logits_is_taken_in_fp32():
-    logits = (4 * random(4, 8, 100)).to(torch.bfloat16)
+    logits = (4 * numbers(4, 8, 100)).to(torch.bfloat16)
     labels = torch.zeros(4, 8, dtype=torch.long)
     got = llama.cross_entropy(logits, labels)
     assert got.dtype == torch.float32
@@ -252,7 +224,7 @@ def test_recomputation_changes_no_gradient_and_keeps_less(kernel, mode):
 
 
 def test_recomputed_keeps_only_the_inputs():
-    x, y = random(4, 8).requires_grad_(), random(4, 8, seed=1).requires_grad_()
+    x, y = numbers(4, 8).requires_grad_(), numbers(4, 8, seed=1).requires_grad_()
     with saved_activations() as saved:
         llama.recomputed(lambda a, b: (a * b).exp().sin().exp())(x, y)
     assert saved.bytes == x.nbytes + y.nbytes
@@ -376,8 +348,8 @@ def test_an_attention_module_works_with_a_slice_of_the_heads():
     whole = Attention(TINY, Parts()).double()
     with torch.no_grad():
         for i, p in enumerate(whole.parameters()):
-            p.copy_(random(*p.shape, seed=i))
-    x, tables = random(2, 5, TINY.hidden), llama.rope_tables(torch.arange(5), TINY.head_dim, 1e4)
+            p.copy_(numbers(*p.shape, seed=i))
+    x, tables = numbers(2, 5, TINY.hidden), llama.rope_tables(torch.arange(5), TINY.head_dim, 1e4)
     total = 0
     for half in (0, 1):
         part = Attention(TINY, Parts()).double()

@@ -15,9 +15,7 @@ from training_step import train_step
 
 torch.set_num_threads(1)  # on tensors this small a second thread only waits
 DEMO = LlamaConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=172)
-WIDE = LlamaConfig(
-    vocab_size=64, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=300
-)  # its peak: the last block
+WIDE = LlamaConfig(vocab_size=64, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=300)  # peak: the last block
 MANY_WORDS = LlamaConfig(vocab_size=1500, hidden=24, layers=3, heads=6, kv_heads=3, intermediate=50)
 DEEP = LlamaConfig(vocab_size=300, hidden=48, layers=6, heads=3, kv_heads=3, intermediate=140)
 SHAPES = [
@@ -62,7 +60,7 @@ def test_the_peak_of_a_real_step_is_the_predicted_one_to_the_byte(
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_bytes_kept_for_backward_are_those_of_the_meter(precision, recompute):
-    for config, batch, seq, _ in SHAPES:
+    for config, batch, seq, _ in (SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[5]):  # tied or not is all the same here
         model, _, ((tokens, labels), *_) = step_peak.build(config, batch, seq, 2, precision, recompute)
         with saved_activations(exclude=model.parameters()) as saved:
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast")

@@ -14,14 +14,12 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from bench_data_parallel import in_processor_seconds
 from gradient_reducers import VERSIONS, BucketedReducer, Decoder, Reducer, make_batch, token_loss_sum
 from harness.meter import communication
-from harness.report import Ratio, paired, write_result
+from harness.report import Ratio, paired, processor_paired, write_result
 from harness.spawn import launch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -76,7 +74,7 @@ def compare(name: str, sizes: dict[str, int]) -> list[list[str | int | Ratio]]:
         repeats = 31 if version == "bucketed" else 9  # the other ratios are not close to 1
         step = partial(our_step, version)
         ratio = paired(step, ddp_step, repeats=repeats, setup=lambda: dist.barrier(group))
-        processor = [] if device.type == "cuda" else [in_processor_seconds(step, ddp_step, repeats)]
+        processor = [] if device.type == "cuda" else [processor_paired(step, ddp_step, repeats)]
         with communication() as sent:
             ddp_step()
         rows.append([name, version, sent.calls["all_reduce"], len(reducers[version].buckets), ratio, *processor])

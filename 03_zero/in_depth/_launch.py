@@ -1,7 +1,6 @@
 """Shared by this chapter's benchmarks: N ranks on one machine, Gloo on CPU or NCCL on GPUs."""
 
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -40,26 +39,6 @@ def largest(value: float, device: torch.device) -> int:
     tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return round(tensor.item())
-
-
-def processor_seconds(step: Callable[[], object]) -> float:
-    """CPU time of all ranks, with Gloo's threads. Other programs on the machine do not add to it."""
-    dist.barrier()
-    begin = time.process_time()
-    step()
-    dist.barrier()
-    spent = torch.tensor(time.process_time() - begin, dtype=torch.float64)
-    dist.all_reduce(spent)
-    return spent.item()
-
-
-def processor_ratios(a: Callable[[], object], b: Callable[[], object], repeats: int = 9) -> list[float]:
-    """Ratios of a's CPU time to b's, measured in pairs, with alternating order."""
-    ratios = []
-    for repeat in range(repeats):
-        seconds = {fn: processor_seconds(fn) for fn in ((a, b) if repeat % 2 else (b, a))}
-        ratios.append(seconds[a] / seconds[b])
-    return ratios
 
 
 # ------------------------------------------------------------------------------- ours, and torch's to compare

@@ -34,10 +34,9 @@ from _launch import (
     launch,
     must_be_equal,
     one_step,
-    processor_ratios,
 )
 from harness.meter import communication, peak_memory
-from harness.report import paired, ratio_of, write_result
+from harness.report import paired, processor_paired, write_result
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -126,7 +125,7 @@ def compare_steps(device: torch.device) -> list[list]:
         for who, make in runs.items():
             steps = (partial(make().step, *batch), partial(theirs.step, *batch))
             ratio = paired(*steps, repeats=15, setup=dist.barrier)
-            processor = [ratio_of(processor_ratios(*steps, repeats=15))] if ON_CPU else []
+            processor = [processor_paired(*steps, repeats=15)] if ON_CPU else []
             rows.append([name, who, ratio, *processor, peaks[who] / peaks["torch"], peaks["torch"]])
     return rows
 
@@ -178,7 +177,7 @@ def compare_reductions(device: torch.device) -> list[list]:
         if not (mine == RANKS).all():
             raise SystemExit(f"{what}: a sum of {RANKS} ones is not {mine[0].item()}")
         seconds = paired(way, all_reduce, repeats=31, setup=dist.barrier)
-        rows.append([what, seconds, ratio_of(processor_ratios(way, all_reduce, repeats=31))])
+        rows.append([what, seconds, processor_paired(way, all_reduce, repeats=31)])
     return rows
 
 

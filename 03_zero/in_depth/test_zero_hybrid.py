@@ -7,49 +7,37 @@ from _zero_demo import make_batch, train_step
 from harness.meter import communication, storage_bytes
 from harness.programs import refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same_trace
-from test_zero_stages import awkward, decoder, reference_trace, sgd
+from harness.reference import Trace, assert_same_traces
+from test_zero_stages import awkward, decoder, mean_loss, reference_trace, sgd, whole_batch, zero_trace
 from zero_hybrid import bytes_across, grid, main, make_groups, make_hybrid
 from zero_memory import bytes_per_parameter, bytes_sent
 
 
 def hybrid_trace(shards: int, stage: int = 3, build=decoder, columns_first: bool = False) -> Trace:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     row, column = make_groups(shards)
     if columns_first:  # machines that are no consecutive ranks
         row, column = column, row
-    model = build(100 * rank)  # other weights on each rank: those of the first must win
-    zero = make_hybrid(model, sgd(model), row, column, stage=stage, units=model.layers)
-    trace = Trace()
-    for step in range(3):
-        batch = make_batch(step, ranks, 2)[rank]
-        trace.losses.append(train_step(model, zero, batch, everyone=dist.group.WORLD).item())
-        trace.gradients.append(zero.full_gradients())
-        zero.step()
-    trace.weights = zero.full_weights()
-    return trace
+
+    def make(model, optimizer, everyone):
+        return make_hybrid(model, optimizer, row, column, stage=stage, units=model.layers)
+
+    return zero_trace(make, dist.group.WORLD, build)
 
 
 @pytest.mark.always("4-2")
 @pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks, shards):
-    want = reference_trace(ranks)
-    for rank, got in enumerate(run_ranks(ranks, hybrid_trace, shards)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, hybrid_trace, shards), reference_trace(ranks))
 
 
 @pytest.mark.always("2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_take_copies_too(stage):
-    want = reference_trace(4)
-    for rank, got in enumerate(run_ranks(4, hybrid_trace, 2, stage)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(4, hybrid_trace, 2, stage), reference_trace(4))
 
 
 def test_machines_need_not_be_consecutive_ranks_and_parameters_may_be_frozen_tied_unused():
-    want = reference_trace(4, awkward)
-    for rank, got in enumerate(run_ranks(4, hybrid_trace, 2, 3, awkward, columns_first=True)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(4, hybrid_trace, 2, 3, awkward, columns_first=True), reference_trace(4, awkward))
 
 
 def limits_of_groups(*timeout: float) -> set[float]:
@@ -71,8 +59,6 @@ def clipped_norm() -> float:
 
 
 def test_the_norm_counts_each_shard_once_although_copies_have_it_too():
-    from test_zero_stages import mean_loss, whole_batch
-
     model = decoder()
     mean_loss(model, *whole_batch(0, 4)).backward()
     want = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()

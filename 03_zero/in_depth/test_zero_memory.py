@@ -48,13 +48,6 @@ def test_a_trillion_parameters_fit_on_1024_devices_of_16_gb():
     assert 1e12 * bytes_per_parameter(3, 1024) < 16 * GB < 1e12 * bytes_per_parameter(2, 1024)
 
 
-def test_in_the_limit_of_many_ranks_the_stages_save_4_and_8_times_and_without_end():
-    full = bytes_per_parameter(0, 1)
-    assert full / bytes_per_parameter(1, 10**6) == pytest.approx(4, rel=1e-4)
-    assert full / bytes_per_parameter(2, 10**6) == pytest.approx(8, rel=1e-4)
-    assert full / bytes_per_parameter(3, 10**6) == 10**6
-
-
 def test_plain_fp32_has_no_master_copy():
     assert [bytes_per_parameter(stage, 2, k=8, weight=4, gradient=4) for stage in range(4)] == [16, 12, 10, 8]
 

@@ -2,10 +2,7 @@
 
 import gc
 import math
-import os
 import random
-import subprocess
-import sys
 import time
 import weakref
 from collections import Counter
@@ -17,10 +14,9 @@ import torch
 import torch.distributed as dist
 from _zero_demo import make_batch, train_step
 from harness.meter import communication, peak_memory, storage_bytes
-from harness.programs import error_from, refusal
+from harness.programs import error_from, on_stand_in_gpus, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace
-from harness.report import ROOT
+from harness.reference import Trace, assert_same_traces
 from test_zero_stages import (
     assert_clipped_as_by_torch,
     awkward,
@@ -28,19 +24,21 @@ from test_zero_stages import (
     distance_from_float64,
     in_two_groups,
     mean_loss,
+    one_process_in_bf16,
     padded,
     reference_trace,
     sgd,
     sharded_steps,
     zero_trace,
 )
+from test_zero_state import compare, run
 from torch import Tensor, nn
 from zero3 import make_zero
 from zero_hybrid import ShardThenCopies, make_groups
 from zero_memory import bytes_per_parameter, bytes_sent
 from zero_offload import Link, Offload2, Offload3, bytes_apart, bytes_over_the_link, main, make_offloaded
-from zero_state import full_state_dict, load_full_state_dict
 
+HERE = Path(__file__).parent
 STAGES = [2, 3]
 SMALL = 8_000  # bytes of a bucket: several of them
 
@@ -97,27 +95,13 @@ def traces(build=decoder, micro_batches: int = 2, late: bool = False) -> list[Tr
 @pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks):
-    want = reference_trace(ranks)
-    for rank, results in enumerate(run_ranks(ranks, traces)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
-
-
-@pytest.mark.prove
-def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
-    want = reference_trace(3, awkward)
-    for rank, results in enumerate(run_ranks(3, traces, awkward)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, traces), reference_trace(ranks))
 
 
 @pytest.mark.always("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_three_micro_batches_add_up_on_the_host_however_late_the_copies_arrive(ranks):
-    want = reference_trace(ranks, micro_batches=3)
-    for rank, results in enumerate(run_ranks(ranks, traces, decoder, 3, late=True)):
-        for got in results:
-            assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(ranks, traces, decoder, 3, late=True), reference_trace(ranks, micro_batches=3))
 
 
 def sums_after_a_copy_that_was_left() -> list[Tensor]:
@@ -135,25 +119,18 @@ def test_what_a_failed_backward_has_left_is_not_added_to_the_next_sums():
 
 def shards_and_copies(stage: int) -> Trace:
     row, column = make_groups(2)
-    model = decoder()
     options = {"reduce_scatter": partial(ShardThenCopies, copies=column)}
-    zero = offloaded(stage, model, sgd(model), row, late=True, **options)
-    trace = Trace()
-    for step in range(3):
-        batch = make_batch(step, 4)[dist.get_rank()]
-        trace.losses.append(train_step(model, zero, batch, everyone=dist.group.WORLD).item())
-        trace.gradients.append(zero.full_gradients())
-        zero.step()
-    trace.weights = zero.full_weights()
-    return trace
+
+    def make(model, optimizer, everyone):
+        return offloaded(stage, model, optimizer, row, late=True, **options)
+
+    return zero_trace(make, dist.group.WORLD, lambda seed: decoder())  # of columns nobody sends the first weights
 
 
 @pytest.mark.always("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_copy_of_a_shard_has_its_own_host_and_all_stay_alike(stage):
-    want = reference_trace(4)
-    for rank, got in enumerate(run_ranks(4, shards_and_copies, stage)):
-        assert_same_trace(got, want, rank=rank)
+    assert_same_traces(run_ranks(4, shards_and_copies, stage), reference_trace(4))
 
 
 def clipped_steps(stage: int):
@@ -203,18 +180,8 @@ def gradient_of_many(**options) -> dict[str, Tensor]:
 
 @pytest.mark.prove
 def test_sums_on_the_host_in_fp32_are_as_near_to_float64_as_one_process_and_in_bf16_are_not():
-    exact, dense = decoder(dtype=torch.bfloat16).double(), decoder(dtype=torch.bfloat16)
     (parts,) = make_batch(0, 1, MANY, length=8)
-    own = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in dense.named_parameters()}
-    counts = [(y != -100).sum() for _, y in parts]
-    for (x, y), count in zip(parts, counts, strict=True):
-        for model in (exact, dense):
-            (mean_loss(model, x, y) * count / sum(counts)).backward()
-        for name, p in dense.named_parameters():  # summed without any rounding: what one process can do at best
-            own[name] += p.grad
-            p.grad = None
-    want = {name: p.grad for name, p in exact.named_parameters()}
-    best = distance_from_float64(own, want)
+    want, best = one_process_in_bf16(parts)
     (wide,) = run_ranks(1, gradient_of_many, accumulate_dtype=torch.float32)
     (narrow,) = run_ranks(1, gradient_of_many)
     assert distance_from_float64(wide, want) <= 1.5 * best
@@ -274,13 +241,12 @@ def test_bytes_on_the_device_on_the_host_and_on_the_link_are_those_of_the_paper(
         assert got["sent"] == pytest.approx(bytes_sent(stage, ranks, 2 * psi, micro_batches=3), abs=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_without_master_weights_the_host_has_a_copy_of_its_own(ranks):
-    psi = padded(decoder(), ranks)
-    for got in run_ranks(ranks, bytes_of_a_step, 2, torch.float32, 1):
-        assert got["device"] == 4 * psi and got["host"] == (12 + 4) * psi // ranks and got["shared"] == 0
+def test_without_master_weights_the_host_has_a_copy_of_its_own():
+    psi = padded(decoder(), 3)
+    for got in run_ranks(3, bytes_of_a_step, 2, torch.float32, 1):
+        assert got["device"] == 4 * psi and got["host"] == (12 + 4) * psi // 3 and got["shared"] == 0
         assert got["alive"] == got["device"] + got["host"]
-        assert (got["device"], got["host"]) == pytest.approx([psi * each for each in bytes_apart(2, ranks, 12, 4, 4)])
+        assert (got["device"], got["host"]) == pytest.approx([psi * each for each in bytes_apart(2, 3, 12, 4, 4)])
 
 
 def test_table_1_of_the_paper_and_the_same_bytes_on_the_link_for_any_number_of_ranks():
@@ -369,18 +335,11 @@ def test_gradients_go_down_during_backward_and_weights_go_up_before_the_next_upd
             assert index == buckets - 1 or events.index(("gather", index)) < events.index(("update", index + 1))
 
 
-HERE, STAND_IN = Path(__file__).parent, ROOT / "tests/fake_device"
-FAKE = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{HERE}", "FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
-with_a_stand_in = pytest.mark.skipif(not STAND_IN.exists(), reason="an exercise is checked without a stand-in GPU")
-
-
 @pytest.mark.prove
-@with_a_stand_in
 @pytest.mark.parametrize("stage", STAGES)
 def test_on_a_stand_in_gpu_host_and_device_are_apart_and_each_waits_for_the_other(stage):
     """It refuses what a GPU does not forgive: a slot that is read before its copy has arrived, or written before."""
-    command = [sys.executable, str(HERE / "zero_offload.py"), "--stage", str(stage)]
-    done = subprocess.run(command, env=os.environ | FAKE, capture_output=True, text=True, timeout=120)
+    done = on_stand_in_gpus(HERE, str(HERE / "zero_offload.py"), "--stage", str(stage))
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS", done.stdout[-900:] + done.stderr[-900:]
     assert "on 1 cuda rank(s)" in done.stdout
     assert stage == 3 or "bytes allocated on the device" in done.stdout  # by the device's own count
@@ -408,61 +367,28 @@ print("PASS")
 
 
 @pytest.mark.prove
-@with_a_stand_in
 def test_on_a_stand_in_gpu_clipping_saving_and_loading_know_where_things_are():
-    command = [sys.executable, "-c", STATE]
-    done = subprocess.run(command, env=os.environ | FAKE, capture_output=True, text=True, timeout=120)
+    done = on_stand_in_gpus(HERE, "-c", STATE)
     assert done.stdout.splitlines()[-1:] == ["PASS"], done.stdout[-900:] + done.stderr[-900:]
 
 
 # ------------------------------------------------------------------------------------------------ the state, by name
 
 
-def straight(steps: int) -> dict:
-    model = decoder()
-    zero = make_zero(2, model, in_two_groups(model), dist.group.WORLD, bucket_bytes=SMALL)
-    return goes_on(model, zero, range(steps))
-
-
-def goes_on(model: nn.Module, zero, steps: range) -> dict:
-    for step in steps:
-        train_step(model, zero, make_batch(step, 1)[0] if dist.get_world_size() == 1 else shares(step))
-        zero.step()
-    return full_state_dict(zero)
-
-
-def shares(step: int) -> list[tuple[Tensor, Tensor]]:
-    """The same global batch on two ranks as on one: a micro-batch each."""
-    return [make_batch(step, 1)[0][dist.get_rank()]]
-
-
-def resumed(stage: int, host: bool, state: dict) -> dict:
-    model = decoder(1)
-    options = {"bucket_bytes": SMALL} if stage < 3 else {}
-    make = make_offloaded if host else make_zero
-    zero = make(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers, **options)
-    load_full_state_dict(zero, state)
-    return goes_on(model, zero, range(2, 4))
-
-
 @pytest.mark.always("first1-then1")
-@pytest.mark.parametrize(("first", "then"), [((2, False), (3, True)), ((2, True), (1, False)), ((3, True), (2, True))])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((2, make_zero), (3, make_offloaded)),
+        ((2, make_offloaded), (1, make_zero)),
+        ((3, make_offloaded), (2, make_offloaded)),
+    ],
+)
 def test_a_run_goes_on_with_or_without_offloading_as_if_nothing_had_happened(first, then):
-    (want,) = run_ranks(1, straight, 4)
-    saved = run_ranks(2, saved_after_two, *first)[0]
-    for rank, got in enumerate(run_ranks(2, resumed, *then, saved)):
-        assert_same_named(got["weights"], want["weights"], 1e-9, "weight", rank)
-        for name, state in want["optimizer"].items():
-            for kind in ("exp_avg", "exp_avg_sq"):
-                assert_same(got["optimizer"][name][kind], state[kind], 1e-9, f"{kind} of {name}", rank)
-
-
-def saved_after_two(stage: int, host: bool) -> dict:
-    model = decoder()
-    options = {"bucket_bytes": SMALL} if stage < 3 else {}
-    make = make_offloaded if host else make_zero
-    zero = make(stage, model, in_two_groups(model), dist.group.WORLD, units=model.layers, **options)
-    return goes_on(model, zero, range(2))
+    straight = run_ranks(1, run, 2, range(4))[0]
+    saved = run_ranks(2, run, first[0], range(2), make=first[1])[0]
+    for resumed in run_ranks(2, run, then[0], range(2, 4), saved, make=then[1]):
+        compare(resumed, straight)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

@@ -1,5 +1,6 @@
 """The matrix identities, their operators and the MLP made of them, against one device."""
 
+import itertools
 import weakref
 from unittest import mock
 
@@ -11,12 +12,11 @@ import torch.nn.functional as F
 from harness.meter import communication, held_bytes, saved_activations
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_trace, numbers, sgd_trace
 from parallel_linear import (
     COLUMNS,
     ColumnParallelLinear,
     ParallelMLP,
-    RowParallelLinear,
     Shard,
     TensorParallel,
     all_gather,
@@ -36,10 +36,6 @@ from torch import Tensor
 
 B, S, H, F_ = 2, 12, 6, 24
 SHAPES = {"gate_proj.weight": (F_, H), "up_proj.weight": (F_, H), "down_proj.weight": (H, F_)}
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def full_weights() -> dict[str, Tensor]:
@@ -66,8 +62,8 @@ def operators() -> dict[str, tuple[Tensor, Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_operator_and_its_conjugate_move_what_the_paper_says(ranks):
+def test_each_operator_and_its_conjugate_move_what_the_paper_says():
+    ranks = 3
     xs = [numbers(B, S, H, seed=rank) for rank in range(ranks)]
 
     def grads(length: int) -> list[Tensor]:
@@ -101,34 +97,22 @@ def test_all_reduce_returns_the_sum_of_a_tensor_with_gaps_and_leaves_its_input_a
         assert_same(scattered, want.chunk(2, 1)[rank], what="the scattered sum", rank=rank)
 
 
-def gather_and_scatter_back() -> Tensor:
-    x = numbers(B, 5, H, seed=dist.get_rank())
-    whole = all_gather(x, dist.group.WORLD)
-    return reduce_scatter(whole, dist.group.WORLD) / dist.get_world_size() - x
-
-
-def test_gathered_tokens_are_in_the_order_of_the_ranks_for_every_row_of_the_batch():
-    for difference in run_ranks(4, gather_and_scatter_back):
-        assert difference.abs().max() < 1e-14
-
-
-def uneven_sequence(column: str) -> str:
-    tp = TensorParallel(dist.group.WORLD, True, column=COLUMNS[column])
-    return error_from(ValueError, reduce_scatter, numbers(B, 7, H), tp.group)
+def uneven_sequence() -> str:
+    return error_from(ValueError, reduce_scatter, numbers(B, 7, H), dist.group.WORLD)
 
 
 def test_a_sequence_that_does_not_divide_is_refused_with_what_would():
-    assert run_ranks(2, uneven_sequence, "simple")[0].endswith("use a multiple of 2")
+    assert run_ranks(2, uneven_sequence)[0].endswith("use a multiple of 2")
 
 
 # ----------------------------------------------------------------------------------------------------- the MLP
 
 
-def reference_trace(seed: int = 0) -> Trace:
+def reference_trace() -> Trace:
     w = {name: torch.nn.Parameter(value) for name, value in full_weights().items()}
 
     def backward(step: int) -> float:
-        x, target = numbers(B, S, H, seed=10 * seed + step), numbers(B, S, H, seed=50 + step)
+        x, target = numbers(B, S, H, seed=step), numbers(B, S, H, seed=50 + step)
         hidden = F.silu(F.linear(x, w["gate_proj.weight"])) * F.linear(x, w["up_proj.weight"])
         loss = (F.linear(hidden, w["down_proj.weight"]) - target).square().sum() / (B * S)
         loss.backward()
@@ -137,12 +121,12 @@ def reference_trace(seed: int = 0) -> Trace:
     return sgd_trace(w, backward)
 
 
-def mlp_trace(tp: TensorParallel, seed: int = 0) -> Trace:
+def mlp_trace(tp: TensorParallel) -> Trace:
     mlp = ParallelMLP(H, F_, tp).double()
     load_full_state_dict(mlp, full_weights())
 
     def backward(step: int) -> float:
-        x, target = numbers(B, S, H, seed=10 * seed + step), numbers(B, S, H, seed=50 + step)
+        x, target = numbers(B, S, H, seed=step), numbers(B, S, H, seed=50 + step)
         loss = (mlp(piece(x, tp)) - piece(target, tp)).square().sum() / (B * S)
         loss.backward()
         total = loss.detach().clone()
@@ -166,7 +150,7 @@ def all_mlp_traces() -> list[Trace]:
     return [mlp_trace(TensorParallel(group, sp, column=c)) for sp in (False, True) for c in COLUMNS.values()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_mlp_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks):
     want = reference_trace()
     for rank, traces in enumerate(run_ranks(ranks, all_mlp_traces)):
@@ -187,26 +171,23 @@ def measured_mlp(version: str, sequence: bool) -> tuple:
     return forward.calls, backward.calls, forward.total + backward.total, saved.bytes, held.parameters, held.gradients
 
 
-def test_both_layouts_send_the_bytes_of_the_formula_and_sequence_parallel_one_all_gather_more():
-    n, t = B * S * H * 8, 4
-    for version, again in (("simple", 0), ("gather-again", 1)):
-        plain = run_ranks(t, measured_mlp, version, False)[1]
-        split = run_ranks(t, measured_mlp, version, True)[1]
-        assert plain[0] == {"all_reduce": 1} and plain[1] == {"all_reduce": 1}
-        assert split[0] == {"all_gather": 1, "reduce_scatter": 1}
-        assert split[1] == {"all_gather": 1 + again, "reduce_scatter": 1}
-        assert plain[2] == 4 * (t - 1) * n // t
-        assert split[2] == plain[2] + again * (t - 1) * n // t
+def all_measured_mlps() -> dict[tuple[str, bool], tuple]:
+    return {(version, sequence): measured_mlp(version, sequence) for version in COLUMNS for sequence in (False, True)}
 
 
-def test_a_rank_holds_and_keeps_a_share_of_weights_gradients_and_activations():
-    n, inner, weights, t = B * S * H * 8, 4 * B * S * F_ * 8, 3 * H * F_ * 8, 4
-    for version, sequence, want in (
-        ("simple", False, n + inner // t),
-        ("simple", True, n + inner // t),  # the gathered x
-        ("gather-again", True, n // t + inner // t),
-    ):
-        for *_, kept, parameters, gradients in run_ranks(t, measured_mlp, version, sequence):
+def test_a_step_sends_holds_and_keeps_the_bytes_of_the_formulas():
+    n, inner, weights, t = B * S * H * 8, 4 * B * S * F_ * 8, 3 * H * F_ * 8, 3
+    all_reduces = 4 * (t - 1) * n // t
+    for found in run_ranks(t, all_measured_mlps):
+        for (version, sequence), (forward, backward, sent, kept, parameters, gradients) in found.items():
+            again = int(sequence and version == "gather-again")
+            if sequence:
+                assert forward == {"all_gather": 1, "reduce_scatter": 1}
+                assert backward == {"all_gather": 1 + again, "reduce_scatter": 1}
+            else:
+                assert forward == backward == {"all_reduce": 1}
+            assert sent == all_reduces + again * (t - 1) * n // t
+            want = (n // t if again else n) + inner // t  # all of x, gathered or not, or this rank's tokens
             assert kept == want, f"{version}: {kept} bytes kept for backward, but should be {want}"
             assert parameters == gradients == weights // t
 
@@ -260,7 +241,7 @@ def first_weights() -> dict[str, Tensor]:
 
 def test_every_degree_starts_from_the_same_model_and_no_two_ranks_hold_the_same_columns():
     want = {name: initial_weight(name, shape, 1, 0) for name, shape in SHAPES.items()}
-    for ranks in (1, 2, 4):
+    for ranks in (1, 3):
         pieces = run_ranks(ranks, first_weights)
         for name, full in want.items():
             whole = torch.cat([p[name] for p in pieces], dim=1 if name.startswith("down") else 0)
@@ -273,43 +254,36 @@ def full_state(**changes: Tensor | None) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if value is not None}
 
 
-WRONG_STATES = {
+STATES = {
     "gate_proj.weight [30, 6], not [24, 6]": dict(gate_proj__weight=torch.ones(30, H)),
     "gate_proj.weight [12, 6], not [24, 6]": dict(gate_proj__weight=torch.ones(12, H)),  # a piece, not the whole
     "down_proj.weight [24, 6], not [6, 24]": dict(down_proj__weight=torch.ones(F_, H)),
-    "missing: up_proj.weight": dict(up_proj__weight=None),
-    "unexpected: gate_proj.bias, up_proj.bias": dict(gate_proj__bias=torch.ones(F_), up_proj__bias=torch.ones(F_)),
+    "missing: up_proj.weight; unexpected: head.weight": dict(up_proj__weight=None, head__weight=torch.ones(2)),
     "unexpected: extra.a, extra.b, extra.c and 1 more": {f"extra__{name}": torch.ones(1) for name in "dcba"},
+    "": {},
 }
 
 
-def what_is_said(state: dict[str, Tensor], model: torch.nn.Module | None = None) -> tuple[str, bool]:
-    """The message, and whether any parameter has changed."""
-    mlp = model or ParallelMLP(H, F_, TensorParallel(dist.group.WORLD)).double()
-    with torch.no_grad():
-        for p in mlp.parameters():
-            p.fill_(0.5)
-    message = error_from(ValueError, load_full_state_dict, mlp, state)
-    return message, any((p != 0.5).any().item() for p in mlp.parameters())
+def what_is_said() -> list[tuple[str, bool]]:
+    """Of each state the message, and whether any parameter has changed; at last of one that is in no Shard."""
+    mlp, found = ParallelMLP(H, F_, TensorParallel(dist.group.WORLD)).double(), []
+    for changes in (*STATES.values(), {}):
+        if len(found) == len(STATES):
+            mlp.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))  # nobody says which piece a rank holds
+        with torch.no_grad():
+            for p in mlp.parameters():
+                p.fill_(0.5)
+        message = error_from(ValueError, load_full_state_dict, mlp, full_state(**changes))
+        found.append((message, any((p != 0.5).any().item() for p in mlp.parameters())))
+    return found
 
 
-@pytest.mark.parametrize("words", WRONG_STATES)
-def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing(words):
-    for message, changed in run_ranks(2, what_is_said, full_state(**WRONG_STATES[words])):
-        assert message.startswith("the state is not that of this model; ") and words in message, message
-        assert "\n" not in message and not changed
-    assert run_ranks(2, what_is_said, full_state()) == [("", True)] * 2
-
-
-def one_message_for_everything() -> str:
-    model = ParallelMLP(H, F_, TensorParallel(dist.group.WORLD)).double()
-    model.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))  # nobody says which piece a rank holds
-    return what_is_said(full_state(up_proj__weight=None, head__weight=torch.ones(2)), model)[0]
-
-
-def test_one_message_says_all_that_is_wrong_with_a_state():
-    want = "missing: up_proj.weight; unexpected: head.weight; in no Shard: scale"
-    assert run_ranks(1, one_message_for_everything)[0].endswith(want)
+def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing():
+    for found in run_ranks(2, what_is_said):
+        for words, (message, changed) in zip([*STATES, "in no Shard: scale"], found, strict=True):
+            assert words in message and "\n" not in message and changed == (words == ""), message
+            assert message.startswith("the state is not that of this model; " if words else ""), message
+        assert found[-2][0] == ""
 
 
 def seams() -> tuple[int, Tensor, Tensor]:
@@ -358,24 +332,25 @@ def test_under_autocast_gradients_are_fp32_and_as_near_as_bf16_can_be():
         assert all(0 < error < 0.05 for error in errors), errors
 
 
-def bytes_under_bf16(column: str, sequence: bool) -> tuple[float, float]:
+def bytes_under_bf16() -> list[tuple[str, float, float]]:
     """Bytes sent for an fp32 input, with autocast to bf16 and without."""
-    tp, totals = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[column]), []
-    for low in (True, False):
-        mlp = ParallelMLP(H, F_, tp)
-        init_weights(mlp, 1, 0)
-        x = piece(numbers(B, S, H).float(), tp).clone().requires_grad_()
-        with communication() as sent, torch.autocast("cpu", torch.bfloat16, enabled=low):
-            mlp(x).float().sum().backward()
-        totals.append(sent.total)
-    return totals[0], totals[1]
+    found = []
+    for name, sequence in itertools.product(COLUMNS, (False, True)):
+        tp, totals = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[name]), []
+        for low in (True, False):
+            mlp = ParallelMLP(H, F_, tp)
+            init_weights(mlp, 1, 0)
+            x = piece(numbers(B, S, H).float(), tp).clone().requires_grad_()
+            with communication() as sent, torch.autocast("cpu", torch.bfloat16, enabled=low):
+                mlp(x).float().sum().backward()
+            totals.append(sent.total)
+        found.append((f"{name}, sequence parallel {sequence}", *totals))
+    return found
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("column", COLUMNS)
-def test_under_autocast_inputs_are_cast_before_they_are_sent_and_cost_half_the_bytes(column, sequence):
-    for low, full in run_ranks(2, bytes_under_bf16, column, sequence):
-        assert 0 < 2 * low == full, f"{low} bytes under autocast, {full} without"
+def test_under_autocast_inputs_are_cast_before_they_are_sent_and_cost_half_the_bytes():
+    for layout, low, full in run_ranks(2, bytes_under_bf16)[1]:
+        assert 0 < 2 * low == full, f"{layout}: {low} bytes under autocast, {full} without"
 
 
 class Wired(torch.nn.Module):
@@ -416,12 +391,20 @@ def watched_mlp(what: str, sequence: bool) -> tuple[Tensor, Tensor, list[Tensor]
     return z.detach(), x.grad, seen, dict(sent.calls)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize(
-    "what",
-    ["hook", "hook that changes", "hook before", "hook in backward", "replaced", "other forward", "other linear"],
-)
-def test_hooks_on_a_column_parallel_layer_run_and_a_layer_in_its_place_is_called(what, sequence):
+WATCHED = ("hook", "hook that changes", "hook before", "hook in backward", "replaced", "other forward", "other linear")
+
+
+def all_watched() -> list[tuple]:
+    return [watched_mlp(what, sequence) for what, sequence in itertools.product(WATCHED, (False, True))]
+
+
+def test_hooks_on_a_column_parallel_layer_run_and_a_layer_in_its_place_is_called():
+    ranks = run_ranks(2, all_watched)
+    for i, (what, sequence) in enumerate(itertools.product(WATCHED, (False, True))):
+        check_watched(what, sequence, [found[i] for found in ranks])
+
+
+def check_watched(what: str, sequence: bool, found: list[tuple]) -> None:
     w = full_weights()
     x = numbers(B, S, H).requires_grad_()
     gate_x = x * 2 if what == "hook before" else x
@@ -432,7 +415,7 @@ def test_hooks_on_a_column_parallel_layer_run_and_a_layer_in_its_place_is_called
     shown = gate + 1 if what in ("hook that changes", "replaced", "other forward", "other linear") else gate
     want = F.linear(F.silu(shown) * F.linear(x, w["up_proj.weight"]), w["down_proj.weight"])
     want.backward(numbers(B, S, H, seed=1))
-    for rank, (z, dx, seen, calls) in enumerate(run_ranks(2, watched_mlp, what, sequence)):
+    for rank, (z, dx, seen, calls) in enumerate(found):
         mine = Shard(S, 1, 2, rank).cut if sequence else (lambda y: y)
         assert_same(z, mine(want), what=f"{what}: output", rank=rank)
         assert_same(dx, mine(x.grad), what=f"{what}: gradient of x", rank=rank)
@@ -443,7 +426,11 @@ def test_hooks_on_a_column_parallel_layer_run_and_a_layer_in_its_place_is_called
             assert calls == plain, "a hook that only looks at the output costs no collective"
 
 
-def with_biases(pieces: int) -> tuple[dict[str, Tensor], Tensor, dict[str, int]]:
+def with_biases() -> list[tuple[dict[str, Tensor], Tensor, dict[str, int]]]:
+    return [with_bias(pieces) for pieces in (1, 2, 4)]
+
+
+def with_bias(pieces: int) -> tuple[dict[str, Tensor], Tensor, dict[str, int]]:
     tp = TensorParallel(dist.group.WORLD, True)
     column = ColumnParallelLinear(H, 8, tp, pieces=pieces)
     column.add_bias()
@@ -459,29 +446,12 @@ def test_a_column_s_bias_is_cut_with_it_and_nothing_is_sent_for_it():
     x, w, b = numbers(B, S, H), numbers(8, H).requires_grad_(), numbers(8, seed=1).requires_grad_()
     want = F.linear(x, w, b)
     want.backward(numbers(B, S, 8, seed=2))
-    for pieces in (1, 2, 4):
-        for rank, (grads, y, calls) in enumerate(run_ranks(4, with_biases, pieces)):
+    for rank, found in enumerate(run_ranks(4, with_biases)):
+        for pieces, (grads, y, calls) in zip((1, 2, 4), found, strict=True):
             mine = rank * pieces // 4
             assert_same(y, want.chunk(pieces, -1)[mine], what="output", rank=rank)
             assert_same(grads["bias"], b.grad.chunk(pieces)[mine], what="gradient of the bias", rank=rank)
             assert calls == {"all_gather": 2, "reduce_scatter": 1}
-
-
-def linear_alone() -> tuple[Tensor, Tensor]:
-    tp = TensorParallel(dist.group.WORLD)
-    column, row = ColumnParallelLinear(H, 8, tp).double(), RowParallelLinear(8, H, tp).double()
-    load_full_state_dict(column, {"weight": numbers(8, H)})
-    load_full_state_dict(row, {"weight": numbers(H, 8)})
-    y = column(numbers(B, S, H))
-    return y.detach(), row(y).detach()
-
-
-def test_column_then_row_is_two_products():
-    outputs = run_ranks(2, linear_alone)
-    want = F.linear(numbers(B, S, H), numbers(8, H))
-    assert_same(torch.cat([y for y, _ in outputs], -1), want, what="column-parallel output")
-    for rank, (_, z) in enumerate(outputs):
-        assert_same(z, F.linear(want, numbers(H, 8)), what="row-parallel output", rank=rank)
 
 
 # ------------------------------------------------------------------------------------------------------- the script

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import parallel_llama
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from harness.meter import communication, held_bytes, peak_memory
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, numbers, sgd_trace
 from parallel_block import Config, Parts, attention, drops_of_all_ranks, sync_replicated_gradients
 from parallel_linear import COLUMNS, Shard, TensorParallel, initial_weight, shards
 from parallel_llama import (
@@ -39,10 +40,6 @@ B, S = 2, 8
 SMALL = Config(vocab_size=13, hidden=16, layers=2, heads=4, kv_heads=2, intermediate=24)
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def batch(step: int, vocab: int = SMALL.vocab_size) -> tuple[Tensor, Tensor]:
     text = torch.randint(vocab, (B, S + 1), generator=torch.Generator().manual_seed(step))
     tokens, labels = text[:, :-1], text[:, 1:].clone()
@@ -50,13 +47,35 @@ def batch(step: int, vocab: int = SMALL.vocab_size) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def full_weights(config: Config) -> dict[str, Tensor]:
-    """Names and shapes from chapter 01's model, values from this chapter's rule: both must agree on both."""
+def chapter_01(config: Config) -> nn.Module:
     import llama
 
-    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads")}
-    model = llama.Llama(llama.LlamaConfig(**sizes, intermediate=config.intermediate, tied=config.tied)).double()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    fields = {name: getattr(config, name) for name in llama.LlamaConfig.__dataclass_fields__}
+    return llama.Llama(llama.LlamaConfig(**fields)).double()
+
+
+def full_weights(config: Config) -> dict[str, Tensor]:
+    """Names and shapes from chapter 01's model, values from this chapter's rule: both must agree on both."""
+    return {name: value.detach().clone() for name, value in chapter_01(config).state_dict().items()}
+
+
+def step_of_one_device(model: nn.Module, positions: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
+    tokens, labels = batch(0)
+    loss = F.cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def step_of(
+    model: ParallelLlama, positions: Tensor | None = None, batch: tuple[Tensor, Tensor] = batch(0)
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the whole model."""
+    tokens, labels = batch
+    loss = model.cross_entropy(model(tokens, positions), labels) / (labels != IGNORE).sum()
+    loss.backward()
+    sync_replicated_gradients(model, model.tp.group)
+    gradients = {name: model.get_parameter(name).grad for name in shards(model)}
+    return loss.item(), full_state_dict(model, model.tp.group, gradients)
 
 
 def reference_trace(config: Config, w: dict[str, Tensor], p: float, ranks: int, sequence: bool) -> Trace:
@@ -111,51 +130,43 @@ def all_layouts(config: Config, w: dict[str, Tensor]) -> None:
 @pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_one_device(ranks):
-    run_ranks(ranks, all_layouts, SMALL, full_weights(SMALL))
+    config = replace(SMALL, vocab_size=9) if ranks == 4 else SMALL  # rank 3 of 4 holds nothing but padding
+    run_ranks(ranks, all_layouts, config, full_weights(config))
 
 
-@pytest.mark.prove
-def test_eight_ranks_with_two_key_value_heads_and_a_rank_of_nothing_but_padding_equal_one_device():
-    config = replace(SMALL, heads=8, vocab_size=9, layers=1)  # two words a rank: ranks 5, 6 and 7 hold none
-    run_ranks(8, all_layouts, config, full_weights(config))
-
-
-def chapter_01(config: Config) -> tuple[float, dict[str, Tensor]]:
-    import llama
-
-    fields = {name: getattr(config, name) for name in llama.LlamaConfig.__dataclass_fields__}
-    model = llama.Llama(llama.LlamaConfig(**fields)).double()
-    tokens, labels = batch(0)
-    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def loss_and_full_gradients(config: Config, sequence: bool) -> tuple[float, dict[str, Tensor]]:
-    tp = TensorParallel(dist.group.WORLD, sequence)
-    model = ParallelLlama(config, tp).double()
-    tokens, labels = batch(0)
-    loss = model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()
-    loss.backward()
-    sync_replicated_gradients(model, tp.group)
-    gradients = {name: model.get_parameter(name).grad for name in shards(model)}
-    return loss.item(), full_state_dict(model, tp.group, gradients)
+def steps_of_variant(config: Config, weights: dict[str, Tensor]) -> list[tuple]:
+    """First weights; with these loss, gradients and squared norm: without sequence parallelism, and with it."""
+    found = []
+    for sequence in (False, True):
+        model = ParallelLlama(config, TensorParallel(dist.group.WORLD, sequence)).double()
+        first = full_state_dict(model, model.tp.group)
+        load_full_state_dict(model, weights)
+        found.append((first, *step_of(model), squared_gradient_norm(model, model.tp.group).item()))
+    return found
 
 
 LATER = {"qk_norm": True, "own_head_dim": 6, "rope_scaling": (8.0, 1.0, 4.0, 64)}  # Llama 3.1, Qwen3, and adapters
 VARIANTS = {"untied": {}, "tied": {"tied": True}, "later": LATER | {"lora_rank": 2, "lora_scale": 1.5}}
 
 
-@pytest.mark.always("4-untied")
+@pytest.mark.always("4-tied", "4-later")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_and_gradients(ranks, variant):
-    config, tied = replace(SMALL, **VARIANTS[variant]), variant == "tied"
-    loss, gradients = chapter_01(config)
-    for sequence in (False, True):
-        for rank, (got, got_gradients) in enumerate(run_ranks(ranks, loss_and_full_gradients, config, sequence)):
+def test_it_is_chapter_01s_model_with_the_same_names_weights_loss_gradients_and_norm(ranks, variant):
+    config = replace(SMALL, **VARIANTS[variant])
+    model, first = chapter_01(config), full_weights(config)
+    weights = {name: w + 0.1 * numbers(*w.shape, seed=i) for i, (name, w) in enumerate(first.items())}
+    if config.tied:  # one parameter under two names
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)
+    loss, gradients = step_of_one_device(model)
+    norm = sum(gradient.square().sum().item() for gradient in gradients.values() if gradient is not None)
+    for rank, layouts in enumerate(run_ranks(ranks, steps_of_variant, config, weights)):
+        for got_first, got, got_gradients, got_norm in layouts:
+            assert_same_named(got_first, first, 0.0, "first weight", rank)
             assert_same(got, loss, what="loss", rank=rank)
-            if tied:  # one parameter under two names
+            assert_same(got_norm, norm, what="squared norm", rank=rank)
+            if config.tied:
                 assert_same(got_gradients.pop("lm_head.weight"), gradients["model.embed_tokens.weight"], rank=rank)
             assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
 
@@ -211,12 +222,8 @@ def of_ours(
     tp = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[column])
     model = ParallelLlama(config, tp).to(dtype)
     load_full_state_dict(model, weights)
-    tokens, labels = long_batch(config)
-    loss = model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()
-    loss.backward()
-    sync_replicated_gradients(model, tp.group)
-    gradients = full_state_dict(model, tp.group, {n: p.grad for n, p in model.named_parameters()})
-    return loss.item(), {name: gradient.double() for name, gradient in gradients.items()}
+    loss, gradients = step_of(model, batch=long_batch(config))
+    return loss, {name: gradient.double() for name, gradient in gradients.items()}
 
 
 @pytest.fixture
@@ -291,24 +298,6 @@ def test_qwen2_under_autocast_computes_its_attention_in_bf16():
         assert inside == [torch.bfloat16] * 3 and gradients == {torch.float32}
 
 
-def gradient_norm(config: Config, sequence: bool) -> float:
-    tp = TensorParallel(dist.group.WORLD, sequence)
-    model = ParallelLlama(config, tp).double()
-    tokens, labels = batch(0)
-    (model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()).backward()
-    sync_replicated_gradients(model, tp.group)
-    return squared_gradient_norm(model, tp.group).item()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_gradient_norm_counts_whole_cut_and_shared_parameters_once(tied):
-    config = replace(SMALL, tied=tied)
-    want = sum(gradient.square().sum().item() for gradient in chapter_01(config)[1].values())
-    for sequence in (False, True):
-        for rank, got in enumerate(run_ranks(4, gradient_norm, config, sequence)):
-            assert_same(got, want, what="squared norm", rank=rank)
-
-
 def with_chapter_01s_parts() -> tuple[float, dict[str, Tensor]]:
     import llama
 
@@ -317,49 +306,32 @@ def with_chapter_01s_parts() -> tuple[float, dict[str, Tensor]]:
     ParallelLlama(config, tp, llama.Parts(), p=0.1)  # with chapter 01's own attention dropout is as good as with ours
     parts = llama.Parts(attention=llama.recomputed(llama.attention_math))
     model = ParallelLlama(config, tp, parts, wrap=llama.recomputed).double()
-    tokens, labels = batch(0)
-    loss = model.cross_entropy(model(tokens), labels) / (labels != IGNORE).sum()
-    loss.backward()
-    sync_replicated_gradients(model, tp.group)
-    gradients = {name: model.get_parameter(name).grad for name in shards(model)}
-    return loss.item(), full_state_dict(model, tp.group, gradients)
+    return step_of(model)
 
 
 def test_it_takes_chapter_01s_config_parts_and_recomputation():
-    loss, gradients = chapter_01(SMALL)
-    for rank, (got, got_gradients) in enumerate(run_ranks(4, with_chapter_01s_parts)):
+    loss, gradients = step_of_one_device(chapter_01(SMALL))
+    for rank, (got, got_gradients) in enumerate(run_ranks(2, with_chapter_01s_parts)):
         assert_same(got, loss, what="loss", rank=rank)
         assert_same_named(got_gradients, gradients, what="gradient of", rank=rank)
 
 
-def at_positions(positions: Tensor | None, sequence: bool) -> tuple[float, dict[str, Tensor]]:
-    tp = TensorParallel(dist.group.WORLD, sequence)
-    model = ParallelLlama(SMALL, tp).double()
-    tokens, labels = batch(0)
-    loss = model.cross_entropy(model(tokens, positions), labels) / (labels != IGNORE).sum()
-    loss.backward()
-    sync_replicated_gradients(model, tp.group)
-    return loss.item(), full_state_dict(model, tp.group, {n: p.grad for n, p in model.named_parameters()})
+def at_positions(each: list[Tensor]) -> list[tuple[Tensor, float, dict[str, Tensor]]]:
+    return [
+        (positions, *step_of(ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, sequence)).double(), positions))
+        for positions in each
+        for sequence in (False, True)
+    ]
 
 
-@pytest.mark.parametrize("rows", [1, B], ids=["one row for all", "a row for each sequence"])
-def test_positions_are_those_that_the_caller_gives(rows):
+def test_positions_are_those_that_the_caller_gives():
     """In another order: a shift would change nothing, for RoPE knows differences only."""
-    import llama
-
-    order = torch.stack(
-        [torch.randperm(3 * S, generator=torch.Generator().manual_seed(row))[:S] for row in range(rows)]
-    )
-    positions = order[0] if rows == 1 else order
-    fields = {name: getattr(SMALL, name) for name in llama.LlamaConfig.__dataclass_fields__}
-    model = llama.Llama(llama.LlamaConfig(**fields)).double()
-    tokens, labels = batch(0)
-    want = F.cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-    want.backward()
-    for sequence in (False, True):
-        for rank, (loss, gradients) in enumerate(run_ranks(2, at_positions, positions, sequence)):
-            assert_same(loss, want.item(), what="loss", rank=rank)
-            assert_same_named(gradients, {n: p.grad for n, p in model.named_parameters()}, rank=rank)
+    rows = [torch.randperm(3 * S, generator=torch.Generator().manual_seed(row))[:S] for row in range(B)]
+    for rank, steps in enumerate(run_ranks(2, at_positions, [rows[0], torch.stack(rows)])):  # one for all, or each
+        for positions, loss, gradients in steps:
+            want, want_gradients = step_of_one_device(chapter_01(SMALL), positions)
+            assert_same(loss, want, what="loss", rank=rank)
+            assert_same_named(gradients, want_gradients, rank=rank)
 
 
 def products_of_a_linear() -> Counter[tuple[int, ...]]:
@@ -397,50 +369,45 @@ def embedded(vocab: int) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_token_is_looked_up_once_over_all_ranks(ranks):
+def test_each_token_is_looked_up_once_over_all_ranks():
     table = numbers(13, 6).requires_grad_()
     want = F.embedding(batch(0, 13)[0], table)
     want.backward(numbers(B, S, 6, seed=1))
-    for rank, (whole, split) in enumerate(run_ranks(ranks, embedded, 13)):
+    for rank, (whole, split) in enumerate(run_ranks(4, embedded, 13)):
         assert_same(whole[0], want, what="embedding", rank=rank)
-        assert_same(split[0], want.chunk(ranks, 1)[rank], what="embedding of its tokens", rank=rank)
+        assert_same(split[0], want.chunk(4, 1)[rank], what="embedding of its tokens", rank=rank)
         for _, gradient in (whole, split):
             assert_same(gradient, table.grad, what="gradient of the table", rank=rank)
 
 
-def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    shard = Shard(logits.shape[-1], 0, dist.get_world_size(), dist.get_rank())
-    padded = Shard(logits.shape[-1], 2, shard.pieces, shard.index).cut(logits)
-    mine = padded.clone()
-    mine[..., max(0, logits.shape[-1] - shard.index * shard.length) :] = 5.0  # logits of words that do not exist
-    before = mine.clone()
-    mine.requires_grad_()
-    loss = vocab_parallel_cross_entropy(mine, labels, logits.shape[-1], dist.group.WORLD)
-    (loss / 3).backward()
-    return loss.detach(), mine.grad, mine.detach() - before
+def losses(cases: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    found = []
+    for logits, labels in cases:
+        shard = Shard(logits.shape[-1], 2, dist.get_world_size(), dist.get_rank())
+        mine = shard.cut(logits).clone()
+        mine[..., max(0, logits.shape[-1] - shard.index * shard.length) :] = 5.0  # logits of words that do not exist
+        before = mine.clone()
+        mine.requires_grad_()
+        loss = vocab_parallel_cross_entropy(mine, labels, logits.shape[-1], dist.group.WORLD)
+        (loss / 3).backward()
+        found.append((loss.detach(), mine.grad, mine.detach() - before))
+    return found
 
 
-@pytest.mark.parametrize("vocab", [5, 8, 13])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_loss_and_gradient_of_logits_equal_those_of_the_whole_vocabulary_without_padding(ranks, vocab):
-    logits, labels = 3 * numbers(B, S, vocab), batch(0, vocab)[1]
-    whole = logits.clone().requires_grad_()
-    want = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    (want / 3).backward()
-    for rank, (loss, gradient, change) in enumerate(run_ranks(ranks, losses, logits, labels)):
-        assert_same(loss, want, what="loss", rank=rank)
-        words = Shard(vocab, 2, ranks, rank).cut
-        assert_same(gradient, words(whole.grad), what="gradient of the logits, 0 for padding", rank=rank)
-        assert not change.any(), "logits were overwritten"
-
-
-def test_huge_logits_and_no_label_at_all_give_numbers():
-    labels = batch(0, 8)[1]
-    for loss, gradient, _ in run_ranks(2, losses, 1e4 * numbers(B, S, 8), labels):
-        assert loss.isfinite() and gradient.isfinite().all()
-    for loss, gradient, _ in run_ranks(2, losses, numbers(B, S, 8), torch.full_like(labels, IGNORE)):
-        assert loss == 0 and not gradient.any()
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_loss_and_gradient_of_logits_equal_those_of_the_whole_vocabulary_without_padding(ranks):
+    cases = [(3 * numbers(B, S, vocab), batch(0, vocab)[1]) for vocab in (5, 8, 13)]
+    cases.append((1e4 * numbers(B, S, 8), batch(0, 8)[1]))
+    cases.append((numbers(B, S, 8), torch.full((B, S), IGNORE)))
+    for rank, found in enumerate(run_ranks(ranks, losses, cases)):
+        for (logits, labels), (loss, gradient, change) in zip(cases, found, strict=True):
+            whole = logits.clone().requires_grad_()
+            want = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+            (want / 3).backward()
+            words = Shard(logits.shape[-1], 2, ranks, rank).cut
+            assert_same(loss, want, what="loss", rank=rank)
+            assert_same(gradient, words(whole.grad), what="gradient of the logits, 0 for padding", rank=rank)
+            assert not change.any(), "logits were overwritten"
 
 
 def low_precision_loss() -> tuple[torch.dtype, torch.dtype, float, float]:
@@ -463,22 +430,32 @@ def gathered_logits() -> str:
     return error_from(ValueError, vocab_parallel_cross_entropy, *given)
 
 
-def what_a_stranger_gets(tokens: Tensor, labels: Tensor) -> str:
+def test_gathered_logits_are_refused_because_their_loss_would_be_too_large_by_log_t():
+    assert run_ranks(2, gathered_logits)[0] == "logits of 8 words, but a rank holds 4; do not gather them"
+
+
+def what_strangers_get(cases: list[list[Tensor]]) -> list[str]:
     model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, True)).double()
-    return error_from(ValueError, lambda: model.cross_entropy(model(tokens), labels))
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        return model.cross_entropy(model(tokens), labels)
+
+    return [error_from(ValueError, loss, *ids) for ids in cases]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])  # 13 words on 4 ranks: 13, 14 and 15 are rows of padding
 def test_a_token_or_a_label_that_is_no_word_is_refused_by_name(ranks):
-    tokens, labels = batch(0)
+    (tokens, labels), cases, want = batch(0), [], []
     for what in ("token", "label"):
         for word in (-1, 13, 15, 16, -101, 2**40):
             ids = [tokens.clone(), labels.clone()]
             ids[what == "label"][1, 3] = word
-            want = f"{what} {word} is not in 0 .. 12: the model has no such word"
-            assert run_ranks(ranks, what_a_stranger_gets, *ids) == [want] * ranks
-    tokens[0, 0] = IGNORE  # a label, but no token
-    assert run_ranks(ranks, what_a_stranger_gets, tokens, labels)[0].startswith("token -100 is not")
+            cases.append(ids)
+            want.append(f"{what} {word} is not in 0 .. 12: the model has no such word")
+    ends = torch.tensor([[0, 12] * (S // 2)] * B)
+    cases += [[ends.masked_fill(ends == 12, IGNORE), labels], [ends, labels.where(labels == IGNORE, ends)]]
+    want += ["token -100 is not in 0 .. 12: the model has no such word", ""]  # -100 is a label, but no token
+    assert run_ranks(ranks, what_strangers_get, cases) == [want] * ranks
 
 
 class Operators(TorchDispatchMode):
@@ -500,18 +477,6 @@ def test_on_a_gpu_the_device_checks_words_and_the_host_does_not_wait_for_it():
     assert seen.names.count("_assert_async") == 2
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_the_first_and_the_last_word_and_no_target_are_taken(ranks):
-    ends = torch.tensor([[0, 12] * (S // 2)] * B)
-    labels = ends.clone()
-    labels[0, :3] = IGNORE
-    assert run_ranks(ranks, what_a_stranger_gets, ends, labels) == [""] * ranks
-
-
-def test_gathered_logits_are_refused_because_their_loss_would_be_too_large_by_log_t():
-    assert run_ranks(2, gathered_logits)[0] == "logits of 8 words, but a rank holds 4; do not gather them"
-
-
 def largest_tensor_of_the_loss() -> tuple[int, int]:
     vocab = 4096
     logits = torch.zeros(1, 16, vocab // 4, requires_grad=True)
@@ -526,27 +491,23 @@ def test_logits_are_never_gathered():
         assert peak < 4 * mine, f"{peak} bytes for logits of {mine}: all of them would be {4 * mine}"
 
 
-def padded_rows() -> tuple[Tensor, Tensor]:
-    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD)).double()
-    model_trace(model)
-    used = SMALL.vocab_size - model.lm_head.shard.index * model.lm_head.shard.length
-    return model.lm_head.weight.detach()[max(used, 0) :], model.model.embed_tokens.weight.detach()[max(used, 0) :]
-
-
-def test_padding_of_the_vocabulary_stays_zero_after_training():
-    rows = run_ranks(4, padded_rows)  # 13 words on 4 ranks are 4, 4, 4, 1 and three rows of padding
-    assert [len(head) for head, _ in rows] == [0, 0, 0, 3]
-    assert not rows[3][0].any() and not rows[3][1].any()
-
-
 # -------------------------------------------------------------------------------------- state dict, weights and bytes
 
 
-def trained_state(sequence: bool) -> tuple[dict[str, Tensor], float]:
-    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, sequence)).double()
+def trained_state() -> tuple[dict[str, Tensor], float, list[Tensor]]:
+    """State, loss, and the rows of padding of the two tables of words."""
+    model = ParallelLlama(SMALL, TensorParallel(dist.group.WORLD, True)).double()
     model_trace(model)
+    shard = model.lm_head.shard
+    used = max(0, SMALL.vocab_size - shard.index * shard.length)
+    padding = [table.weight.detach()[used:] for table in (model.lm_head, model.model.embed_tokens)]
     tokens, labels = batch(7)
-    return full_state_dict(model, model.tp.group), model.cross_entropy(model(tokens), labels).item()
+    return full_state_dict(model, model.tp.group), model.cross_entropy(model(tokens), labels).item(), padding
+
+
+@cache
+def trained_on_four_ranks() -> list[tuple[dict[str, Tensor], float, list[Tensor]]]:
+    return run_ranks(4, trained_state)
 
 
 def loss_of_loaded(state: dict[str, Tensor], sequence: bool) -> tuple[float, dict[str, Tensor]]:
@@ -556,31 +517,30 @@ def loss_of_loaded(state: dict[str, Tensor], sequence: bool) -> tuple[float, dic
     return model.cross_entropy(model(tokens), labels).item(), full_state_dict(model, model.tp.group)
 
 
-def test_a_state_dict_saved_on_four_ranks_loads_on_two_and_on_one():
-    (state, loss), *others = run_ranks(4, trained_state, True)
+def test_a_state_dict_saved_on_four_ranks_loads_on_two_on_one_and_into_chapter_01s_model():
+    (state, loss, _), *others = trained_on_four_ranks()
     assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in full_weights(SMALL).items()}
-    for rank, (other, _) in enumerate(others, 1):
+    for rank, (other, *_) in enumerate(others, 1):
         assert_same_named(other, state, 0.0, rank=rank)
     for ranks, sequence in ((2, True), (1, False)):
         for rank, (got, again) in enumerate(run_ranks(ranks, loss_of_loaded, state, sequence)):
             assert_same(got, loss, what="loss", rank=rank)
             assert_same_named(again, state, 0.0, rank=rank)
-
-
-def test_the_state_dict_loads_into_chapter_01s_model():
-    import llama
-
-    (state, loss), *_ = run_ranks(2, trained_state, False)
-    fields = {name: getattr(SMALL, name) for name in llama.LlamaConfig.__dataclass_fields__}
-    model = llama.Llama(llama.LlamaConfig(**fields)).double()
+    model, (tokens, labels) = chapter_01(SMALL), batch(7)
     model.load_state_dict(state)
-    tokens, labels = batch(7)
-    assert_same(llama.cross_entropy(model(tokens), labels).item(), loss, what="loss")
+    want = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    assert_same(loss, want.item(), what="loss of chapter 01's model")
 
 
-def state_before_and_after_a_step(sequence: bool) -> list[str]:
+def test_padding_of_the_vocabulary_stays_zero_after_training():
+    rows = [padding for *_, padding in trained_on_four_ranks()]  # 13 words: 4, 4, 4, 1 and three rows of padding
+    assert [len(head) for head, _ in rows] == [0, 0, 0, 3]
+    assert not rows[3][0].any() and not rows[3][1].any()
+
+
+def state_before_and_after_a_step() -> list[str]:
     """Names of what has changed in a state dict (and in one of gradients) while the model trained on."""
-    model = ParallelLlama(replace(SMALL, kv_heads=1), TensorParallel(dist.group.WORLD, sequence)).double()
+    model = ParallelLlama(replace(SMALL, kv_heads=1), TensorParallel(dist.group.WORLD)).double()
     tokens, labels = batch(0)
     model.cross_entropy(model(tokens), labels).backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -596,50 +556,39 @@ def state_before_and_after_a_step(sequence: bool) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_dict_does_not_change_while_the_model_trains_on(ranks):
-    for sequence in (False, True):
-        assert run_ranks(ranks, state_before_and_after_a_step, sequence) == [[]] * ranks
+    assert run_ranks(ranks, state_before_and_after_a_step) == [[]] * ranks
 
 
-def refusal_of(state: dict[str, Tensor], config: Config) -> str:
-    model = ParallelLlama(config, TensorParallel(dist.group.WORLD)).double()
-    before = [p.detach().clone() for p in model.parameters()]
-    try:
-        load_full_state_dict(model, state)
-    except ValueError as error:
-        assert all(map(torch.equal, before, model.parameters())), "refused, and yet changed"
-        return str(error)
-    return ""
+def refusals_of(cases: list[tuple[dict[str, Tensor], Config]]) -> list[str]:
+    said = []
+    for state, config in cases:
+        model = ParallelLlama(config, TensorParallel(dist.group.WORLD)).double()
+        before = [p.detach().clone() for p in model.parameters()]
+        said.append(error_from(ValueError, load_full_state_dict, model, state))
+        assert not said[-1] or all(map(torch.equal, before, model.parameters())), "refused, and yet changed"
+    return said
 
 
-def test_a_state_of_another_vocabulary_of_other_layers_or_with_biases_is_refused():
-    def made_of(**changes) -> dict[str, Tensor]:
-        return full_weights(replace(SMALL, **changes))
-
-    block = "model.layers.2."
-    biases = {f"model.layers.{i}.self_attn.{n}_proj.bias": torch.ones(16) for i in range(2) for n in "qkv"}
-    for state, words in (
-        (made_of(vocab_size=14), "of another shape: lm_head.weight [14, 16], not [13, 16], model.embed_tokens"),
-        (made_of(layers=3), f"unexpected: {block}input_layernorm.weight, {block}mlp.down_proj.weight, "),
-        (made_of(layers=1), "missing: model.layers.1.input_layernorm.weight, "),
-        (made_of() | biases, "unexpected: model.layers.0.self_attn.k_proj.bias, "),
-        (made_of(kv_heads=4), "model.layers.0.self_attn.k_proj.weight [16, 16], not [8, 16]"),
-    ):
-        for message in run_ranks(2, refusal_of, state, SMALL):
-            assert words in message and "\n" not in message, message
-    message = run_ranks(2, refusal_of, made_of(), replace(SMALL, qkv_bias=True))[0]
-    assert "missing: model.layers.0.self_attn.k_proj.bias, " in message
-    assert run_ranks(2, refusal_of, made_of(), SMALL) == ["", ""]
-
-
-def test_a_tied_weight_may_come_under_one_of_its_names_but_not_with_two_values():
-    config = replace(SMALL, tied=True)
-    both = full_weights(config)
+def test_a_state_of_another_model_or_with_two_values_of_a_tied_weight_is_refused():
+    tied, biased = replace(SMALL, tied=True), replace(SMALL, qkv_bias=True)
+    plain, both = full_weights(SMALL), full_weights(tied)
     head, table = "lm_head.weight", "model.embed_tokens.weight"
-    for lacks in (head, table):
-        assert run_ranks(2, refusal_of, {n: x for n, x in both.items() if n != lacks}, config) == ["", ""]
+    without_head, without_table = ({n: x for n, x in both.items() if n != lacks} for lacks in (head, table))
     neither = {name: value for name, value in both.items() if name not in (head, table)}
-    assert f"missing: {table} or {head}" in run_ranks(2, refusal_of, neither, config)[0]
-    assert f"tied, but not equal: {head}" in run_ranks(2, refusal_of, both | {head: both[head] + 1}, config)[0]
+    cases = [
+        (full_weights(replace(SMALL, vocab_size=14)), SMALL, f"shape: {head} [14, 16], not [13, 16], {table}"),
+        (full_weights(replace(SMALL, layers=3)), SMALL, "unexpected: model.layers.2.input_layernorm.weight, "),
+        (full_weights(replace(SMALL, kv_heads=4)), SMALL, "self_attn.k_proj.weight [16, 16], not [8, 16]"),
+        (plain, biased, "missing: model.layers.0.self_attn.k_proj.bias, "),
+        (neither, tied, f"missing: {table} or {head}"),
+        (both | {head: both[head] + 1}, tied, f"tied, but not equal: {head}"),
+        (without_head, tied, ""),
+        (without_table, tied, ""),
+        (plain, SMALL, ""),
+    ]
+    for messages in run_ranks(2, refusals_of, [case[:2] for case in cases]):
+        for message, (*_, words) in zip(messages, cases, strict=True):
+            assert words in message and bool(words) == bool(message) and "\n" not in message, message
 
 
 def step_of_model(sequence: bool, kv_heads: int) -> tuple[int, int, float, dict[str, int]]:
@@ -652,16 +601,20 @@ def step_of_model(sequence: bool, kv_heads: int) -> tuple[int, int, float, dict[
     return held_bytes(model).parameters, weights_per_rank(config, model.tp.size) * 8, sent.total, dict(sent.calls)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_weights_held_and_bytes_sent_are_those_of_the_formulas(kv_heads):
+def steps_of_models() -> list[list[tuple]]:
+    return [[step_of_model(sequence, kv_heads) for kv_heads in (1, 4)] for sequence in (False, True)]
+
+
+def test_weights_held_and_bytes_sent_are_those_of_the_formulas():
     n, T, L = B * S * SMALL.hidden * 8, B * S * 8, SMALL.layers
-    for sequence in (False, True):
-        for held, predicted, sent, calls in run_ranks(4, step_of_model, sequence, kv_heads):
-            assert held == predicted
-            assert sent == ((8 + 2 * sequence) * L + 4 + sequence) * 3 * n // 4 + 2 * 3 * T * 3 // 4
-            # L blocks; embedding, lm_head and its second gather; two all-reduces of the loss
-            split = {"all_gather": 6 * L + 3, "reduce_scatter": 4 * L + 2, "all_reduce": 2}
-            assert calls == (split if sequence else {"all_reduce": 4 * L + 2 + 2})
+    # L blocks; embedding, lm_head and its second gather; two all-reduces of the loss
+    split = {"all_gather": 6 * L + 3, "reduce_scatter": 4 * L + 2, "all_reduce": 2}
+    for layouts in run_ranks(4, steps_of_models):
+        for sequence, models in enumerate(layouts):
+            for held, predicted, sent, calls in models:
+                assert held == predicted
+                assert sent == ((8 + 2 * sequence) * L + 4 + sequence) * 3 * n // 4 + 2 * 3 * T * 3 // 4
+                assert calls == (split if sequence else {"all_reduce": 4 * L + 2 + 2})
 
 
 def test_the_seed_and_the_name_decide_a_weight():

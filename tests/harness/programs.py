@@ -101,6 +101,18 @@ def refusal(main: Callable[[], object] | Path, options: str | Sequence[str] = ""
     return said.removeprefix(f"{script.name}: ").rstrip("\n")
 
 
+def on_stand_in_gpus(folder: Path, *words: str, gpus: int = 1) -> subprocess.CompletedProcess[str]:
+    """`python WORDS`, which imports from `folder`, where torch seems to have GPUs: tests/fake_device stands in."""
+    stand_in = Path(__file__).parents[1] / "fake_device"
+    if not stand_in.exists():
+        import pytest
+
+        pytest.skip("an exercise is checked without a stand-in GPU")
+    path = f"{stand_in}{os.pathsep}{folder}"
+    environment = os.environ | {"PYTHONPATH": path, "FAKE_GPUS": str(gpus), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=120)
+
+
 def error_from(kind: type[Exception], call: Callable[..., object], *given: object, **options: object) -> str:
     """What the error says with which a call ends, also one on a rank; "" if it ends without."""
     try:

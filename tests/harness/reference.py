@@ -9,13 +9,18 @@ small gradient; it is absolute where `want` is zero everywhere. A NaN on either 
 gradient that is None on only one side is always a failure.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5  # tolerances
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normal random numbers in float64, of a seed of their own."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def error_between(got: Tensor, want: Tensor) -> float:
@@ -111,6 +116,28 @@ def sgd_trace(
     return trace
 
 
+def adamw_by_hand(
+    model: nn.Module, tokens: Tensor, labels: Tensor, lr: float, max_norm: float
+) -> tuple[list[float], list[float]]:
+    """Losses and norms of three steps: torch's mean, autograd, clipping by the formula, torch's own AdamW."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=False, foreach=False)
+    losses, norms = [], []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        gradients = torch.autograd.grad(loss, parameters)
+        norms.append(torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item())
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g * min(1.0, max_norm / (norms[-1] + 1e-6))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
 def assert_same_trace(got: Trace, want: Trace, tol: float = FLOAT64, rank: int | None = None) -> None:
     """Loss and every gradient of every step, then the weights. The first step that differs is the one reported."""
     if len(got.losses) != len(want.losses):
@@ -119,6 +146,16 @@ def assert_same_trace(got: Trace, want: Trace, tol: float = FLOAT64, rank: int |
         assert_same(got.losses[step], want.losses[step], tol, f"loss of step {step}", rank)
         assert_same_named(got.gradients[step], want.gradients[step], tol, f"step {step}, gradient of", rank)
     assert_same_named(got.weights, want.weights, tol, f"after {len(want.losses)} steps, weight", rank)
+
+
+def assert_same_traces(
+    ranks: Sequence[Trace | Sequence[Trace] | Mapping[str, Trace]], want: Trace, tol: float = FLOAT64
+) -> None:
+    """`assert_same_trace` for each rank, which has one trace or several."""
+    for rank, traces in enumerate(ranks):
+        every = [traces] if isinstance(traces, Trace) else traces
+        for got in every.values() if isinstance(every, Mapping) else every:
+            assert_same_trace(got, want, tol, rank)
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:

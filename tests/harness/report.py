@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(
@@ -82,6 +83,25 @@ def paired(
         if repeat >= 0:
             ratios.append(seconds[a] / seconds[b])
     return ratio_of(ratios)
+
+
+def processor_paired(a: Callable[[], Any], b: Callable[[], Any], repeats: int = 9) -> Ratio:
+    """`paired` on ranks, in processor seconds of all of them and Gloo's threads: other programs do not add to it."""
+    ratios = []
+    for repeat in range(repeats):
+        seconds = {fn: _processor_seconds(fn) for fn in ((a, b) if repeat % 2 else (b, a))}
+        ratios.append(seconds[a] / seconds[b])
+    return ratio_of(ratios)
+
+
+def _processor_seconds(fn: Callable[[], Any]) -> float:
+    dist.barrier()
+    begin = time.process_time()
+    fn()
+    dist.barrier()
+    spent = torch.tensor(time.process_time() - begin, dtype=torch.float64)
+    dist.all_reduce(spent)
+    return spent.item()
 
 
 def ratio_of(ratios: Sequence[float]) -> Ratio:
