@@ -46,7 +46,6 @@ import context_ring
 import context_ulysses
 
 S, D = 64, 4
-HEADS = [(8, 8), (8, 2), (4, 1)]  # query heads, key/value heads
 NAMES = ("out", "dq", "dk", "dv")
 CPU = torch.device("cpu")
 
@@ -78,47 +77,33 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 
 @cache
-def reference(heads: tuple[int, int], B: int = 1, seed: int = 0) -> list[Tensor]:
-    return gradients(written_out, *tensors(heads, B, seed=seed))
+def reference(heads: tuple[int, int], B: int) -> list[Tensor]:
+    return gradients(written_out, *tensors(heads, B))
 
 
 # ---------------------------------------------------------------------------------------------------- the one reference
 
-CASES = [(heads, u, 1) for heads in HEADS for u in (1, 2, 4, 8)] + [((8, 2), 4, 2), ((8, 8), 16, 1)]
+# query and key/value heads, chunks, batch; of 16 chunks a rank of 4 has one token
+CASES = [*(((8, 8), u, 1) for u in (1, 2, 4)), ((8, 2), 4, 2), ((4, 1), 16, 1)]
 
 
-def in_chunks(group, heads, u, B=1, kernel=None, seed=0) -> list[Tensor]:
-    mine = fpdt_positions(S, group.rank(), group.size(), u)
-    x = [t[:, mine] for t in tensors(heads, B, seed=seed)]
-    return gradients(fpdt_attention(group, u, Store(CpuMachine()), kernel), *x)
+def all_cases() -> list[list[Tensor]]:
+    group, found = dist.group.WORLD, []
+    for heads, u, B in CASES:
+        mine = fpdt_positions(S, group.rank(), group.size(), u)
+        attention = fpdt_attention(group, u, Store(CpuMachine()))
+        found.append(gradients(attention, *(x[:, mine] for x in tensors(heads, B))))
+    return found
 
 
-def all_cases(kernel_name: str) -> list[list[Tensor]]:
-    kernel = {"fused": None, "explicit": EXPLICIT}[kernel_name]
-    return [in_chunks(dist.group.WORLD, *case, kernel) for case in CASES]
-
-
-@pytest.mark.always("2-fused")
-@pytest.mark.parametrize(("ranks", "kernel"), [(1, "fused"), (1, "explicit"), (2, "fused"), (4, "fused")])
-def test_output_and_every_gradient_equal_dense_attention_for_any_chunks_ranks_and_heads(ranks, kernel):
-    for rank, cases in enumerate(run_ranks(ranks, all_cases, kernel)):
+@pytest.mark.always("2")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_output_and_every_gradient_equal_dense_attention_for_any_chunks_ranks_and_heads(ranks):
+    for rank, cases in enumerate(run_ranks(ranks, all_cases)):
         for (heads, u, B), got in zip(CASES, cases, strict=True):
             mine = fpdt_positions(S, rank, ranks, u)
             for name, x, want in zip(NAMES, got, reference(heads, B), strict=True):
                 assert_same(x, want[:, mine], what=f"{name}, {heads} heads in {u} chunks", rank=rank)
-
-
-def beside_ulysses() -> bool:
-    from context_ulysses import ulysses
-
-    group = dist.group.WORLD
-    x = [t.chunk(2, 1)[group.rank()] for t in tensors((8, 2))]
-    got = in_chunks(group, (8, 2), 1)
-    return all(error_between(a, b) < 1e-12 for a, b in zip(got, gradients(ulysses(group), *x), strict=True))
-
-
-def test_one_chunk_is_the_ulysses_of_chapter_5():
-    assert run_ranks(2, beside_ulysses) == [True, True]
 
 
 def test_chunk_i_of_all_ranks_is_a_contiguous_piece_and_every_token_has_one_rank():
@@ -445,28 +430,22 @@ def test_sizes_that_do_not_fit_are_refused_with_a_remedy(sizes, line):
         check_sizes(*sizes)
 
 
-def not_causal() -> str:
-    q, k, v, _ = tensors((4, 2))
-    with pytest.raises(ValueError) as refusal:
-        fpdt_attention(dist.group.WORLD, 2, Store(CpuMachine()))(q, k, v, causal=False)
-    return str(refusal.value)
-
-
-def backward_twice() -> tuple[str, int]:
+def refusals() -> tuple[str, str, int]:
+    """Of attention without a causal mask, and of a second backward, whose buffers are others by then."""
     store = Store(CpuMachine())
     q, k, v, weight = tensors((2, 2))
     q.requires_grad_()
-    loss = (fpdt_attention(dist.group.WORLD, 4, store)(q, k, v, causal=True) * weight).sum()
+    attention = fpdt_attention(dist.group.WORLD, 4, store)
+    loss = (attention(q, k, v, causal=True) * weight).sum()
     loss.backward(retain_graph=True)
-    return error_from(RuntimeError, loss.backward), store.host_bytes
+    full = error_from(ValueError, attention, q, k, v, causal=False)
+    return full, error_from(RuntimeError, loss.backward), store.host_bytes
 
 
-def test_a_second_backward_is_refused_as_its_buffers_are_others_by_then():
-    assert alone(backward_twice) == ("backward through this attention a second time; run forward again", 0)
-
-
-def test_attention_without_a_causal_mask_is_refused():
-    assert "causal" in alone(not_causal)
+def test_attention_without_a_causal_mask_and_a_second_backward_are_refused():
+    full, again, left = alone(refusals)
+    assert "causal" in full
+    assert (again, left) == ("backward through this attention a second time; run forward again", 0)
 
 
 @pytest.mark.parametrize(
