@@ -4,7 +4,6 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -36,6 +35,7 @@ from context_ring import (
     text,
     train_step,
 )
+from harness.attention import attention_results, random_qkv
 from harness.meter import communication, peak_memory, saved_activations
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
@@ -49,18 +49,18 @@ S = 48  # tokens of a test's sequence: it divides into 2P chunks for 1, 2, 3 and
 CASES = [(version, layout) for version in VERSIONS for layout in LAYOUTS]
 
 
-def model_of(heads: tuple[int, int], dtype: torch.dtype = torch.float64, seed: int = 0, causal: bool = True) -> Model:
-    torch.manual_seed(seed)
-    return Model(*heads, head_dim=4, vocab=128, causal=causal).to(dtype)
+def model_of(heads: tuple[int, int]) -> Model:
+    torch.manual_seed(0)
+    return Model(*heads, head_dim=4, vocab=128).double()
 
 
 @cache
-def reference_trace(heads: tuple[int, int], dtype=torch.float64, seed: int = 0, causal: bool = True) -> Trace:
+def reference_trace(heads: tuple[int, int]) -> Trace:
     """The unsharded model with PyTorch's attention and PyTorch's mean loss: not the sum and division of the script."""
-    model = model_of(heads, dtype, seed, causal)
+    model = model_of(heads)
 
     def backward(step: int) -> float:
-        tokens = text(2, S, seed + step)
+        tokens = text(2, S, step)
         logits = model(tokens, torch.arange(S), dense_attention)[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
@@ -69,13 +69,13 @@ def reference_trace(heads: tuple[int, int], dtype=torch.float64, seed: int = 0, 
     return sgd_trace(dict(model.named_parameters()), backward)
 
 
-def context_trace(version, layout, heads, group, dtype=torch.float64, seed=0, causal=True, local=EXPLICIT) -> Trace:
-    model = model_of(heads, dtype, seed, causal)
+def context_trace(version, layout, heads, group) -> Trace:
+    model = model_of(heads)
     positions = layout_positions(layout, S, group.rank(), group.size())
-    attention = VERSIONS[version](group, layout, local)
+    attention = VERSIONS[version](group, layout)
 
     def backward(step: int) -> float:
-        return train_step(model, text(2, S, seed + step), positions, attention, group).item()
+        return train_step(model, text(2, S, step), positions, attention, group).item()
 
     return sgd_trace(dict(model.named_parameters()), backward)
 
@@ -83,17 +83,18 @@ def context_trace(version, layout, heads, group, dtype=torch.float64, seed=0, ca
 # ---------------------------------------------------------------------------------------------- the one reference
 
 
-def traces_of(heads: list) -> list[Trace]:
+def traces_of(heads: list, cases: list) -> list[Trace]:
     group = dist.group.WORLD
-    return [context_trace(v, lay, h, group) for h in heads for v, lay in CASES]
+    return [context_trace(v, lay, h, group) for h in heads for v, lay in cases]
 
 
 @pytest.mark.always("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_every_gradient_and_weights_equal_the_unsharded_block(ranks):
     heads = HEADS if ranks in (1, 4) else HEADS[1:2]
-    want = [reference_trace(h) for h in heads for _ in CASES]
-    for rank, traces in enumerate(run_ranks(ranks, traces_of, heads)):
+    cases = CASES if ranks != 3 else [("ring", "zigzag"), ("ring", "striped"), ("allgather", "contiguous")]
+    want = [reference_trace(h) for h in heads for _ in cases]
+    for rank, traces in enumerate(run_ranks(ranks, traces_of, heads, cases)):
         for got, expected in zip(traces, want, strict=True):
             assert_same_trace(got, expected, rank=rank)
 
@@ -165,29 +166,15 @@ def flash_backward(dout, q, k, v, out, lse, *, causal: bool) -> tuple[Tensor, ..
 FLASH = LocalAttention(flash_forward, flash_backward)  # PyTorch's kernel, 8 K/V heads for 8 query heads
 
 
-def random_qkv(heads: tuple[int, int], length: int = S, scale: float = 1.0) -> list[Tensor]:
-    """q, k, v of the whole sequence, and the gradient of the output, float64 [2, S, heads, 4]."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(2, length, n, 4) for n in (heads[0], heads[1], heads[1], heads[0])]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) * scale for shape in shapes]
-
-
-def results_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool = True) -> list[Tensor]:
-    """out, dq, dk, dv."""
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, causal=causal)
-    out.backward(dout)
-    return [out.detach(), q.grad, k.grad, v.grad]
-
-
-def attention_results(heads: tuple[int, int], dtype: torch.dtype, scale: float = 1.0) -> list:
+def results_of_all(heads: tuple[int, int], dtype: torch.dtype, scale: float = 1.0) -> list:
     """For every version and layout: this rank's part of out, dq, dk, dv."""
     group = dist.group.WORLD
     results = []
     for version, layout in CASES:
         attention = VERSIONS[version](group, layout)
-        shards = [shard_sequence(x.to(dtype), layout, group.rank(), group.size()) for x in random_qkv(heads, 48, scale)]
-        results.append(results_of(attention, *shards))
+        given = (scale * x.to(dtype) for x in random_qkv(heads, S, 4))
+        shards = [shard_sequence(x, layout, group.rank(), group.size()) for x in given]
+        results.append(attention_results(attention, *shards, causal=True))
     return results
 
 
@@ -208,10 +195,10 @@ def rms(x: Tensor) -> float:
 
 
 def test_bfloat16_errs_at_most_one_and_a_half_times_as_much_as_dense_bfloat16_attention():
-    given = random_qkv((8, 8))
-    exact = results_of(dense_attention, *(x.bfloat16().double() for x in given))
-    dense = results_of(dense_attention, *(x.bfloat16() for x in given))
-    results = run_ranks(4, attention_results, (8, 8), torch.bfloat16)
+    given = random_qkv((8, 8), S, 4)
+    exact = attention_results(dense_attention, *(x.bfloat16().double() for x in given), causal=True)
+    dense = attention_results(dense_attention, *(x.bfloat16() for x in given), causal=True)
+    results = run_ranks(4, results_of_all, (8, 8), torch.bfloat16)
     for case in range(len(CASES)):
         for name, got, low, want in zip(NAMES, whole(results, case), dense, exact, strict=True):
             assert got.dtype == torch.bfloat16
@@ -241,7 +228,7 @@ def sums_over_the_rounds() -> list[list[Tensor]]:
 
         x = torch.ones(1, 2, 1, 4, dtype=torch.bfloat16)
         attention = VERSIONS[version](group, "contiguous", LocalAttention(forward, backward))
-        results.append(results_of(attention, x, x, x, x, causal=False))
+        results.append(attention_results(attention, x, x, x, x, causal=False))
     return results
 
 
@@ -266,8 +253,8 @@ def test_cross_entropy_of_a_bfloat16_model_is_computed_in_float32():
 
 
 def test_scores_of_several_hundred_do_not_overflow():
-    exact = results_of(dense_attention, *random_qkv((8, 2), scale=30.0))
-    results = run_ranks(2, attention_results, (8, 2), torch.float64, 30.0)
+    exact = attention_results(dense_attention, *(30 * x for x in random_qkv((8, 2), S, 4)), causal=True)
+    results = run_ranks(2, results_of_all, (8, 2), torch.float64, 30.0)
     for case in range(len(CASES)):
         for name, got, want in zip(NAMES, whole(results, case), exact, strict=True):
             assert_same(got, want, what=f"{CASES[case]} {name}")
@@ -312,7 +299,7 @@ def test_a_merge_of_bfloat16_parts_is_computed_in_float32():
 
 
 def test_rows_that_saw_no_key_merge_without_a_nan():
-    out, lse = explicit_forward(*(x.float() for x in random_qkv((4, 4), 3)[:3]), causal=True)
+    out, lse = explicit_forward(*(x.float() for x in random_qkv((4, 4), 3, 4)[:3]), causal=True)
     nothing = torch.zeros_like(out), torch.full_like(lse, -math.inf)
     for got in (merge(*nothing, out, lse), merge(out, lse, *nothing)):
         assert_same(got[0], out, 1e-6, "out")
@@ -322,7 +309,7 @@ def test_rows_that_saw_no_key_merge_without_a_nan():
 
 
 def test_the_backward_of_the_readable_attention_is_autograds():
-    q, k, v, dout = random_qkv((4, 2), 6)
+    q, k, v, dout = random_qkv((4, 2), 6, 4)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse = explicit_forward(*leaves, causal=True)
     out.backward(dout)
@@ -375,7 +362,7 @@ def counted_pairs() -> list[int]:
     for version, layout in CASES:
         count = [0]
         attention = VERSIONS[version](group, layout, counting(EXPLICIT, count))
-        attention(*(shard_sequence(x, layout, group.rank(), 4) for x in random_qkv((2, 1))[:3]), causal=True)
+        attention(*(shard_sequence(x, layout, group.rank(), 4) for x in random_qkv((2, 1), S, 4)[:3]), causal=True)
         results.append(count[0])
     return results
 
@@ -398,7 +385,7 @@ def sent_bytes(heads: tuple[int, int], dtype: torch.dtype) -> list:
     group, results = dist.group.WORLD, []
     for version, layout in CASES:
         attention = VERSIONS[version](group, layout)
-        shards = [shard_sequence(x.to(dtype), layout, group.rank(), group.size()) for x in random_qkv(heads)]
+        shards = [shard_sequence(x.to(dtype), layout, group.rank(), group.size()) for x in random_qkv(heads, S, 4)]
         q, k, v = (x.requires_grad_() for x in shards[:3])
         with communication() as forward:
             out = attention(q, k, v, causal=True)
@@ -489,7 +476,7 @@ def alive_at_each_post(layout: str, causal: bool) -> list[list[int]]:
     k, v = (torch.ones(1, 64, 1, 8, dtype=torch.bfloat16) for _ in range(2))
     block = 2 * k.nbytes
     attention = script.ring_attention(group, layout, LocalAttention(no_work, no_work_backward))
-    for _ in range(5):
+    for _ in range(3):
         seen = []
         with peak_memory() as memory:
 
@@ -573,7 +560,7 @@ def order_of_events(layout: str) -> tuple[list, list]:
 
     group = dist.group.WORLD
     attention = script.ring_attention(group, layout, LocalAttention(forward, backward))
-    shards = [shard_sequence(x.bfloat16(), layout, group.rank(), group.size()) for x in random_qkv((2, 1))]
+    shards = [shard_sequence(x.bfloat16(), layout, group.rank(), group.size()) for x in random_qkv((2, 1), S, 4)]
     q, k, v = (x.requires_grad_() for x in shards[:3])
     dist.batch_isend_irecv = batch
     try:

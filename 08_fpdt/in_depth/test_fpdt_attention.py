@@ -34,6 +34,7 @@ from fpdt_costs import (
     record_forward,
 )
 from fpdt_store import CpuMachine, Race, Store, Watch
+from harness.attention import attention_results, random_qkv
 from harness.meter import communication, peak_memory
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
@@ -50,20 +51,13 @@ NAMES = ("out", "dq", "dk", "dv")
 CPU = torch.device("cpu")
 
 
-def tensors(heads: tuple[int, int], B: int = 1, length: int = S, dtype=torch.float64, seed: int = 0) -> list[Tensor]:
-    """q, k, v and the weight of each output in the loss."""
-    make = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(B, length, n, D, generator=make, dtype=torch.float64).to(dtype)
-        for n in (*heads, heads[1], heads[0])
-    ]
+def tensors(heads: tuple[int, int], B: int = 1, length: int = S, dtype=torch.float64) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    return [x.to(dtype) for x in random_qkv(heads, length, D, batch=B, seed=0)]
 
 
-def gradients(attention, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, causal=True)
-    (out * weight).sum().backward()
-    return [out.detach(), q.grad, k.grad, v.grad]
+def gradients(attention, *given: Tensor) -> list[Tensor]:
+    return attention_results(attention, *given, causal=True)
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -138,13 +132,12 @@ def test_two_partial_softmaxes_merge_without_overflow_whatever_the_size_of_the_s
 def test_the_fused_kernel_gives_what_the_explicit_one_does():
     q, k, v, dout = tensors((2, 2), length=8)
     for causal in (True, False):
-        out, lse = EXPLICIT.forward(q, k, v, causal=causal)
-        for name, got, want in zip(("out", "lse"), FUSED.forward(q, k, v, causal=causal), (out, lse), strict=True):
-            assert_same(got, want, what=name)
-        given = (dout, q, k, v, out, lse)
-        pairs = zip(FUSED.backward(*given, causal=causal), EXPLICIT.backward(*given, causal=causal), strict=True)
-        for name, (got, want) in zip(NAMES[1:], pairs, strict=True):
-            assert_same(got, want, what=name)
+        given = EXPLICIT.forward(q, k, v, causal=causal)
+        want = (*given, *EXPLICIT.backward(dout, q, k, v, *given, causal=causal))
+        got = FUSED.forward(q, k, v, causal=causal)
+        got = (*got, *FUSED.backward(dout, q, k, v, *given, causal=causal))
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+            assert_same(x, y, what=name)
 
 
 def under_autocast() -> tuple[Tensor, Tensor]:
@@ -246,14 +239,12 @@ def test_what_chapter_5_has_too_has_the_same_name_and_takes_the_same():
 
 def test_the_kernels_of_chapter_5_do_for_a_pair_of_chunks_what_those_of_here_do():
     """Not only the names: the order of dimensions, too. 5 keys and 3 queries would not fit in any other."""
-    q, dout, (k, v) = (*(tensors((2, 2), length=3, seed=n)[0] for n in (0, 1)), tensors((2, 2), length=5)[1:3])
-    given = (*explicit_forward(q, k, v, causal=False),)
-    for name, got, want in zip(
-        ("out", "lse"), given, context_ring.explicit_forward(q, k, v, causal=False), strict=True
-    ):
-        assert_same(got, want, what=name)
-    mine, theirs = (f(dout, q, k, v, *given, causal=False) for f in (explicit_backward, context_ring.explicit_backward))
-    for name, got, want in zip(NAMES[1:], mine, theirs, strict=True):
+    q, k, v, dout = random_qkv((2, 2), 3, D, kv_length=5)
+    given = explicit_forward(q, k, v, causal=False)
+    mine = (*given, *explicit_backward(dout, q, k, v, *given, causal=False))
+    theirs = context_ring.explicit_forward(q, k, v, causal=False)
+    theirs = (*theirs, *context_ring.explicit_backward(dout, q, k, v, *given, causal=False))
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), mine, theirs, strict=True):
         assert_same(got, want, what=name)
 
 
