@@ -143,7 +143,7 @@ def must_run(name, p, m):
 @pytest.mark.always("2")
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_every_schedule_gives_the_gradients_of_the_whole_model(p):
-    counts = sorted({1, max(1, p - 1), p, 2 * p, 4 * p + 1} if p < 4 else {1, 3, 4, 8})
+    counts = sorted({1, 3, 2 * p})
     cases = [(name, m, v_of(name), True, 3 if m == 2 * p else 1) for name in SCHEDULES for m in counts]
     ran = run_ranks(p, train_all, cases, timeout=180)[0]
     assert ran == [(name, m, v) for name, m, v, _, _ in cases if must_run(name, p, m)]
@@ -154,12 +154,6 @@ def test_many_micro_batches_three_stages_a_rank_and_untied_weights():
     cases = [(name, 17, v_of(name), True, 1) for name in ("1f1b", "llama3", "zb-v", "dualpipe-v")]
     cases += [(name, m, 3, False, 1) for name, m in (("interleaved", 8), ("breadth-first", 4), ("llama3", 6))]
     assert len(run_ranks(4, train_all, cases, timeout=180)[0]) == 7
-
-
-@pytest.mark.prove
-def test_eight_ranks():
-    cases = [("1f1b", 8, 1, True, 1), ("dualpipe", 16, 1, True, 1)]
-    assert len(run_ranks(8, train_all, cases, timeout=180)[0]) == 2
 
 
 def two_by_two():
@@ -182,9 +176,8 @@ def test_with_data_parallel_gradients_are_those_of_all_micro_batches_of_all_repl
 
 def with_recomputation():
     plain = partial(checkpoint, use_reentrant=False)
-    for wrap in (recomputed_once, lambda block: partial(plain, block)):
-        for name in ("1f1b", "zb-h1"):
-            train_beside_the_reference(build(name, 2, 4), dist.group.WORLD, wrap=wrap)
+    for name, wrap in (("1f1b", recomputed_once), ("zb-h1", recomputed_once), ("zb-h1", lambda b: partial(plain, b))):
+        train_beside_the_reference(build(name, 2, 4), dist.group.WORLD, wrap=wrap)
 
 
 def test_blocks_may_be_recomputed_in_two_ways():
@@ -429,9 +422,8 @@ def random_delays(runs):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("runs", [40, pytest.param(200, marks=pytest.mark.prove)])
-def test_many_runs_with_random_delays_on_all_ranks_neither_hang_nor_differ(runs):
-    assert run_ranks(4, random_delays, runs, timeout=240) == [runs] * 4
+def test_many_runs_with_random_delays_on_all_ranks_neither_hang_nor_differ():
+    assert run_ranks(4, random_delays, 200, timeout=240) == [200] * 4
 
 
 def timed(name, m, f, b, w):
@@ -546,10 +538,10 @@ class Boxes(nn.Module):
         self.count[0] -= size
 
 
-def live_bytes(cases):
+def live_bytes(m):
     found = []
-    for name, m in cases:
-        schedule, count = build(name, 4, m, v_of(name)), [0, 0]
+    for name in SCHEDULES:
+        schedule, count = build(name, 2, m, v_of(name)), [0, 0]
         stages = {}
         for key in schedule.stages_of(dist.get_rank()):
             inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
@@ -559,15 +551,14 @@ def live_bytes(cases):
         pipeline.step(x, [None] * m)
         assert count[0] == 0, "all graphs are gone after a step"
         one = 3 * x[0].nbytes  # what each of the three modules keeps: a linear layer its input, tanh its output
-        found.append((name, count[1] / one, pipeline.peak))
+        found.append((count[1] / one, pipeline.peak))
     return found
 
 
 def test_bytes_of_live_activations_peak_where_the_simulator_says():
-    cases = [(name, 8) for name in SCHEDULES]
-    for rank, found in enumerate(run_ranks(4, live_bytes, cases)):
-        for (name, m), (_, by_bytes, by_count) in zip(cases, found, strict=True):
-            predicted = simulate(build(name, 4, m, v_of(name))).peak_activations[rank]
+    for rank, found in enumerate(run_ranks(2, live_bytes, 6)):
+        for name, (by_bytes, by_count) in zip(SCHEDULES, found, strict=True):
+            predicted = simulate(build(name, 2, 6, v_of(name))).peak_activations[rank]
             assert (by_bytes, by_count) == (predicted, predicted), f"{name}, rank {rank}"
 
 
@@ -657,15 +648,15 @@ def test_in_one_line_with_crossings_as_one_batch_both_ends_start_the_same_batche
         assert max(len(batch) for batch in by_rank[1][case][0]) >= 2, f"{name}: something crosses"
 
 
-def test_on_gloo_nothing_is_batched_unless_it_is_asked_for():
-    assert run_ranks(1, default_and_asked_for) == [(None, {})]
-
-
 def default_and_asked_for():
     schedule, x = build("1f1b", 1, 2), torch.ones(2, 4)
     stages = {(0, 0): nn.Identity()}
     made = [Pipeline(schedule, stages, dist.group.WORLD, loss=torch.sum, example=x, batched=b) for b in (None, True)]
     return tuple(pipeline.crossings for pipeline in made)
+
+
+def test_on_gloo_nothing_is_batched_unless_it_is_asked_for():
+    assert run_ranks(1, default_and_asked_for) == [(None, {})]
 
 
 def kept_messages(batched):
@@ -880,13 +871,10 @@ def different_examples(examples):
         Pipeline(schedule, {(0, rank): nn.Identity()}, dist.group.WORLD, loss=torch.sum, example=examples[rank])
 
 
-@pytest.mark.parametrize("other", [torch.ones(2, 5), torch.ones(2, 4).double(), torch.ones(2, 4, 1)])
+@pytest.mark.parametrize("other", [torch.ones(2, 5), torch.ones(2, 4).half(), torch.ones(2, 4, 1)])
 def test_ranks_that_expect_different_tensors_find_out_at_once(other):
-    run_ranks(2, different_examples, [torch.ones(2, 4), other])
-
-
-def test_two_dtypes_of_equally_many_bytes_are_different():
-    run_ranks(2, different_examples, [torch.ones(2, 4).bfloat16(), torch.ones(2, 4).half()])
+    """Also two dtypes of equally many bytes."""
+    run_ranks(2, different_examples, [torch.ones(2, 4).bfloat16(), other])
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_the_bubble_of_afab_and_1f1b_is_p_minus_1_over_m_of_the_ideal_time():
 
 
 def test_the_bubble_of_interleaved_schedules_is_p_minus_1_over_v_m():
-    for name, p, v, rounds in product(LOOPED, RANKS, STAGES, (1, 2, 3)):
+    for name, p, v, rounds in product(LOOPED, (1, 2, 3, 5), (1, 2, 3), (1, 3)):
         timeline = simulate(build(name, p, rounds * p, v))
         assert timeline.bubble_ratio == (p - 1) / (v * rounds * p), f"{name} p={p} m={rounds * p} v={v}"
 
@@ -146,7 +146,7 @@ def test_zb_v_has_no_bubble_and_the_memory_of_1f1b():
 
 
 def test_the_bubble_of_dualpipe_holds_for_every_time_of_a_pair():
-    for p, (f, w) in product((2, 4, 6, 8), ((1, 1), (3, 1), (3, 2), (4, 4))):
+    for p, (f, w) in product((2, 4, 6), ((1, 1), (3, 1), (3, 2), (4, 4))):
         for pair in range(f + w, 2 * f + w + 1):  # from "the forward is free" to "nothing gained"
             times = Times(f, f, w, pair=pair)
             for m in (2 * p, 2 * p + 2, 4 * p):
