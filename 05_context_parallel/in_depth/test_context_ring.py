@@ -1,9 +1,11 @@
 """All-gather and ring attention against one reference: the same model on the whole sequence, in one process."""
 
+import importlib
 import math
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -22,7 +24,6 @@ from context_ring import (
     Model,
     block_of,
     counting,
-    demo,
     dense_attention,
     explicit_backward,
     explicit_forward,
@@ -54,14 +55,12 @@ def model_of(heads: tuple[int, int]) -> Model:
     return Model(*heads, head_dim=4, vocab=128).double()
 
 
-@cache
-def reference_trace(heads: tuple[int, int]) -> Trace:
-    """The unsharded model with PyTorch's attention and PyTorch's mean loss: not the sum and division of the script."""
-    model = model_of(heads)
+def whole_trace(model: Model, attention: Callable) -> Trace:
+    """The unsharded model with PyTorch's mean loss: not the sum and division of the script."""
 
     def backward(step: int) -> float:
         tokens = text(2, S, step)
-        logits = model(tokens, torch.arange(S), dense_attention)[:, :-1]
+        logits = model(tokens, torch.arange(S), attention)[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         return loss.item()
@@ -69,15 +68,21 @@ def reference_trace(heads: tuple[int, int]) -> Trace:
     return sgd_trace(dict(model.named_parameters()), backward)
 
 
-def context_trace(version, layout, heads, group) -> Trace:
-    model = model_of(heads)
-    positions = layout_positions(layout, S, group.rank(), group.size())
-    attention = VERSIONS[version](group, layout)
-
+def trace_on_ranks(model: Model, attention: Callable, positions: Tensor, group: dist.ProcessGroup) -> Trace:
     def backward(step: int) -> float:
         return train_step(model, text(2, S, step), positions, attention, group).item()
 
     return sgd_trace(dict(model.named_parameters()), backward)
+
+
+@cache
+def reference_trace(heads: tuple[int, int]) -> Trace:
+    return whole_trace(model_of(heads), dense_attention)
+
+
+def context_trace(version, layout, heads, group) -> Trace:
+    positions = layout_positions(layout, S, group.rank(), group.size())
+    return trace_on_ranks(model_of(heads), VERSIONS[version](group, layout), positions, group)
 
 
 # ---------------------------------------------------------------------------------------------- the one reference
@@ -652,11 +657,13 @@ def test_a_sequence_that_does_not_divide_is_refused_with_the_next_ones_that_do(l
 # ----------------------------------------------------------------------------------------------------------- the script
 
 
-def run_demo(argv: list[str]) -> list[str]:
-    sys.argv = ["context_ring.py", *argv]
+def run_demo(name: str, argv: list[str]) -> list[str]:
+    """What the demo of a script of this folder finds wrong."""
+    module = importlib.import_module(name)
+    sys.argv = [f"{name}.py", *argv]
     with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
-        args = parse_arguments()
-    return demo(args, dist.group.WORLD, torch.device("cpu"))
+        args = module.parse_arguments()
+    return module.demo(args, dist.group.WORLD, torch.device("cpu"))
 
 
 @pytest.mark.prove
@@ -664,7 +671,7 @@ def run_demo(argv: list[str]) -> list[str]:
     "argv", [["--attention", "full", "--layout", "zigzag"], ["--kv-heads", "1", "--dtype", "float32"]]
 )
 def test_the_demo_finds_nothing_wrong(argv):
-    assert run_ranks(2, run_demo, argv) == [[], []]
+    assert run_ranks(2, run_demo, "context_ring", argv) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """Ulysses and Ulysses x ring against one reference: the same model on the whole sequence, in one process."""
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from context_ring import (
     layout_positions,
     shard_sequence,
     text,
-    train_step,
 )
 from context_ulysses import (
     KINDS,
@@ -30,7 +26,6 @@ from context_ulysses import (
     check_enough_heads,
     check_heads,
     cost_model,
-    demo,
     every_other_key,
     kv_heads_of,
     masked,
@@ -52,7 +47,8 @@ from harness.attention import attention_results, random_qkv
 from harness.meter import communication, saved_activations
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_trace
+from test_context_ring import run_demo, trace_on_ranks, whole_trace
 from torch import Tensor
 
 HEADS = [(8, 8), (8, 2), (8, 1)]  # query heads, key/value heads
@@ -88,26 +84,12 @@ def reference_attention(kind: str) -> Callable[..., Tensor]:
 
 @cache
 def reference_trace(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float64) -> Trace:
-    model, attention = model_of(heads, kind, dtype), reference_attention(kind)
-
-    def backward(step: int) -> float:
-        tokens = text(2, S, step)
-        logits = model(tokens, torch.arange(S), attention)[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        return loss.item()
-
-    return sgd_trace(dict(model.named_parameters()), backward)
+    return whole_trace(model_of(heads, kind, dtype), reference_attention(kind))
 
 
 def trace_of(attention, positions, group, heads, kind, dtype=torch.float64) -> Trace:
-    model = model_of(heads, kind, dtype)
     attention = every_other_key(attention) if kind == "cross" else attention
-
-    def backward(step: int) -> float:
-        return train_step(model, text(2, S, step), positions, attention, group).item()
-
-    return sgd_trace(dict(model.named_parameters()), backward)
+    return trace_on_ranks(model_of(heads, kind, dtype), attention, positions, group)
 
 
 def ulysses_trace(group, heads, kind, dtype=torch.float64, together: bool = False) -> Trace:
@@ -560,17 +542,10 @@ def test_who_plans_for_equal_ranks_can_ask_for_heads_that_divide():
         check_heads(3, 2)
 
 
-def run_demo(argv: list[str]) -> list[str]:
-    sys.argv = ["context_ulysses.py", *argv]
-    with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
-        args = parse_arguments()
-    return demo(args, dist.group.WORLD, torch.device("cpu"))
-
-
 @pytest.mark.prove
 @pytest.mark.parametrize("argv", [["--version", "ulysses", "--attention", "window"], ["--dtype", "float32"]])
 def test_the_demo_finds_nothing_wrong(argv):
-    assert run_ranks(2, run_demo, argv) == [[], []]
+    assert run_ranks(2, run_demo, "context_ulysses", argv) == [[], []]
 
 
 @pytest.mark.always("3-argv1")
@@ -582,7 +557,7 @@ def test_the_demo_finds_nothing_wrong(argv):
     ],
 )
 def test_a_length_is_refused_only_by_what_was_asked_for(ranks, argv):
-    assert run_ranks(ranks, run_demo, argv) == [[]] * ranks
+    assert run_ranks(ranks, run_demo, "context_ulysses", argv) == [[]] * ranks
 
 
 def test_the_cost_model_is_printed_with_its_assumptions_and_its_deviations(capsys):

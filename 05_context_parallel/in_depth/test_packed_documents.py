@@ -1,12 +1,9 @@
 """Packed documents against one reference: the same model on the whole sequence, with a mask made pair by pair."""
 
-import os
 import random
-import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from packed_documents import (
     TRANSPORTS,
     boundaries,
     check_documents,
-    demo,
     in_documents,
     packed_attention,
     packed_blocks,
@@ -35,6 +31,7 @@ from packed_documents import (
     parse_arguments,
     places_in_documents,
 )
+from test_context_ring import run_demo
 from torch import Tensor
 
 HEADS = (8, 2)
@@ -299,23 +296,16 @@ def test_what_does_not_fit_is_said_in_one_line():
     assert all("\n" not in message for message in (layout, version, tokens, keys, whole))
 
 
-def run_demo(argv: list[str]) -> list[str]:
-    sys.argv = ["packed_documents.py", *argv]
-    with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
-        args = parse_arguments()
-    return demo(args, dist.group.WORLD, torch.device("cpu"))
-
-
 @pytest.mark.prove
 def test_the_demo_finds_nothing_wrong():
-    assert run_ranks(2, run_demo, ["--documents", "4", "12", "8", "--dtype", "float32"]) == [[], []]
+    assert run_ranks(2, run_demo, "packed_documents", ["--documents", "4", "12", "8", "--dtype", "float32"]) == [[], []]
 
 
 @pytest.mark.always("2-3-1")
 @pytest.mark.parametrize(("P", "N", "N_kv"), [(2, "3", "1"), (4, "6", "3")])
 def test_the_demo_knows_that_a_rank_of_ulysses_may_have_a_head_more_than_another(P, N, N_kv):
     argv = ["--documents", "4", "12", "8", "--heads", N, "--kv-heads", N_kv, "--version", "ulysses"]
-    assert run_ranks(P, run_demo, argv) == [[]] * P
+    assert run_ranks(P, run_demo, "packed_documents", argv) == [[]] * P
 
 
 @pytest.mark.parametrize(
