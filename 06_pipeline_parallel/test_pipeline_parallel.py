@@ -471,20 +471,19 @@ class Transposed(nn.Module):
         return self.layers(x).transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def train_transposed(name):
+def train_transposed():
     def change(stage):
         if stage.next_rank is not None:
             stage.layers = Transposed(stage.layers)
 
-    trace, _ = train(name, 3, 4, steps=1, change=change)
+    trace, _ = train("1f1b", 3, 4, steps=1, change=change)
     grads = {name.removeprefix("layers."): g for name, g in trace.gradients[0].items()}
     expected = reference(4, 3, steps=1).gradients[0]
     assert_same_named(grads, {name: expected[name] for name in grads}, what="gradient of", rank=dist.get_rank())
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_output_of_a_stage_may_be_a_view_with_gaps(name):
-    run_ranks(3, train_transposed, name, timeout=TIMEOUT)
+def test_the_output_of_a_stage_may_be_a_view_with_gaps():
+    run_ranks(3, train_transposed, timeout=TIMEOUT)
 
 
 def three_messages():
