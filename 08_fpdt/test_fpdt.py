@@ -5,6 +5,7 @@ import gc
 import io
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import fpdt as script
 import pytest
@@ -247,12 +248,9 @@ def dtypes_of_sums() -> dict:
         found.update({"dq": dq.dtype, "dkv": dkv.dtype})
         plain(dq, dkv, *args, **kwargs)
 
-    script.chunk_attention_backward = seen
-    try:
+    with patch.object(script, "chunk_attention_backward", seen):
         block, x, dout = inputs(80, torch.bfloat16)
         run_attention(block, x.requires_grad_(), 4, Seen(CPU, 2)).backward(dout)
-    finally:
-        script.chunk_attention_backward = plain
     return found
 
 

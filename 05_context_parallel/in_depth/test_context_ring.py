@@ -486,11 +486,8 @@ def alive_at_each_post(layout: str, causal: bool) -> list[list[int]]:
                 seen.append((sizes.count(block), sizes.count(2 * block)))
                 return plain(messages)
 
-            dist.batch_isend_irecv = batch
-            try:
+            with patch.object(dist, "batch_isend_irecv", batch):
                 attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), causal=causal).backward(dout)
-            finally:
-                dist.batch_isend_irecv = plain
         counts.append(seen)
     return [[min(x) for x in zip(*at, strict=True)] for at in zip(*counts, strict=True)]
 
@@ -508,8 +505,7 @@ def test_whenever_a_message_is_posted_two_blocks_are_alive_and_no_third(layout, 
 
 def alive_until_waited_for() -> tuple[bool, bool]:
     """Is what `post` sends alive while the message is under way, if the works do not hold it? And afterwards?"""
-    plain, dist.batch_isend_irecv = dist.batch_isend_irecv, lambda messages: []
-    try:
+    with patch.object(dist, "batch_isend_irecv", lambda messages: []):
         tensor = torch.ones(4)
         sent = weakref.ref(tensor)
         parcel = script.Ring(dist.group.WORLD).post(tensor)
@@ -518,8 +514,6 @@ def alive_until_waited_for() -> tuple[bool, bool]:
         script.Ring(dist.group.WORLD).wait(parcel)
         del parcel
         return meanwhile, sent() is not None
-    finally:
-        dist.batch_isend_irecv = plain
 
 
 def test_what_is_sent_stays_alive_until_it_was_waited_for():
@@ -563,14 +557,11 @@ def order_of_events(layout: str) -> tuple[list, list]:
     attention = script.ring_attention(group, layout, LocalAttention(forward, backward))
     shards = [shard_sequence(x.bfloat16(), layout, group.rank(), group.size()) for x in random_qkv((2, 1), S, 4)]
     q, k, v = (x.requires_grad_() for x in shards[:3])
-    dist.batch_isend_irecv = batch
-    try:
+    with patch.object(dist, "batch_isend_irecv", batch):
         out = attention(q, k, v, causal=True)
         in_forward = list(events)
         events.clear()
         out.backward(shards[3])
-    finally:
-        dist.batch_isend_irecv = plain
     return in_forward, events
 
 

@@ -574,20 +574,14 @@ def started(cases):
         events.append(action)
         plain[name](pipeline, action, given)
 
-    Mailbox.start = start
-    for name in plain:
-        setattr(Pipeline, name, partialmethod(work, name=name))
-    try:
+    watched = {name: partialmethod(work, name=name) for name in plain}
+    with patch.object(Mailbox, "start", start), patch.multiple(Pipeline, **watched):
         result = []
         for name, m in cases:
             events.clear()
             schedule = build(name, 4, m, v_of(name))
             run_sleepy(schedule, dist.group.WORLD, lambda _: (never,) * 3)
             result.append(list(events))
-    finally:
-        Mailbox.start = plain_start
-        for name, method in plain.items():
-            setattr(Pipeline, name, method)
     return result
 
 
@@ -620,15 +614,12 @@ def in_batches(cases):
         started.append(messages)
         plain(mail, messages)
 
-    Mailbox.start_together = start
-    try:
+    with patch.object(Mailbox, "start_together", start):
         found = []
         for name, m in cases:
             started.clear()
             pipeline = train_beside_the_reference(build(name, 4, m, v_of(name)), dist.group.WORLD, batched=True)
             found.append((list(started), [item for item in pipeline.program if isinstance(item, Message)]))
-    finally:
-        Mailbox.start_together = plain
     return found
 
 
@@ -675,12 +666,9 @@ def kept_messages(batched):
         sends.append(max(map(len, mail.going.values()), default=0))
         plain["put"](mail, result, tensor)
 
-    Mailbox.start_early, Mailbox.put = start_early, put
-    try:
+    with patch.multiple(Mailbox, start_early=start_early, put=put):
         for name in ("afab", "1f1b"):
             run_sleepy(build(name, 2, 24), dist.group.WORLD, lambda _: (never,) * 3, batched=batched)
-    finally:
-        Mailbox.start_early, Mailbox.put = plain["start_early"], plain["put"]
     return max(sends), max(early), max(jumps)
 
 

@@ -77,15 +77,8 @@ def one_process(case: str) -> list[dict]:
             dx.append(x.grad)
         if c.bias_speed:
             slow.steps += torch.sign(slow.counts.double().mean() - slow.counts).long()
-        steps.append(
-            {
-                "gradients": gradients_of(slow),
-                "dx": dx[0],
-                "extra": extra,
-                "counts": slow.counts.clone(),
-                "steps": slow.steps.clone(),
-            }
-        )
+        step_of = {"gradients": gradients_of(slow), "dx": dx[0], "extra": extra}
+        steps.append(step_of | {"counts": slow.counts.clone(), "steps": slow.steps.clone()})
     return steps
 
 
@@ -108,16 +101,8 @@ def on_ranks(case: str, version: str, recompute: bool, group: dist.ProcessGroup 
                 dist.all_reduce(p.grad, group=group)
         losses = take_losses(layer, group)
         extra = c.balance * losses.get("balance", 0.0) + c.z * losses.get("z", 0.0)
-        counts = update_biases(layer, group)[0]
-        steps.append(
-            {
-                "gradients": gradients_of(layer),
-                "dx": dx[0],
-                "extra": extra,
-                "counts": counts,
-                "steps": layer.bias_steps.clone(),
-            }
-        )
+        step_of = {"gradients": gradients_of(layer), "dx": dx[0], "extra": extra}
+        steps.append(step_of | {"counts": update_biases(layer, group)[0], "steps": layer.bias_steps.clone()})
     return steps
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -194,33 +195,6 @@ def test_the_computation_says_of_every_slot_that_it_touches_it():
     assert run_ranks(1, undeclared) == [set()]
 
 
-def derived_race(who: str, whom: str, backward_only: bool) -> str:
-    """Nothing is declared at all: what operators touch has to be enough."""
-    store = Store(CpuMachine() if backward_only else Forgetful(who, whom))
-    store.compute = lambda *what, **more: None  # type: ignore[method-assign]
-    q, k, v, weight = tensors((4, 2))
-    q.requires_grad_()
-    try:
-        with Watch(store.machine):
-            out = fpdt_attention(dist.group.WORLD, 4, store, EXPLICIT)(q, k, v, causal=True)
-        if backward_only:
-            forgetful = Forgetful(who, whom)
-            forgetful.clock, store.machine = store.machine.clock, forgetful
-        with Watch(store.machine):
-            out.backward(weight)
-    except Race as found:
-        return str(found)
-    return "no race"
-
-
-@pytest.mark.parametrize("backward_only", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(("who", "whom"), [("compute", "fetch"), ("fetch", "compute"), ("nobody", "")])
-def test_a_read_that_nobody_declares_is_a_race_if_it_does_not_wait(who, whom, backward_only):
-    [found] = run_ranks(1, derived_race, who, whom, backward_only)
-    assert (found == "no race") == (who == "nobody"), found
-    assert who != "compute" or found.startswith("aten."), f"no operator was found out, but: {found}"
-
-
 def test_what_chapter_5_has_too_has_the_same_name_and_takes_the_same():
     """`copy_kv_heads` has no namesake there any more."""
     for mine, theirs in (
@@ -377,31 +351,44 @@ def test_the_fetch_of_the_next_chunk_is_issued_before_the_computation_of_this_on
         assert ops.index(fetch) < pair_ops[n], f"fetch {n} is issued too late"
 
 
-def race(who: str, whom: str, backward: bool) -> str:
-    u, s = 4, S // 4
-    q, k, v, dout = tensors((4, 2))
-    machine = CpuMachine() if backward else Forgetful(who, whom)
-    store = Store(machine)
-    core = ChunkedAttention(dist.group.WORLD, u, store)
+def race(who: str, whom: str, backward_only: bool, declared: bool) -> str:
+    """`declared`: the computation says what it touches. Else what operators touch has to be enough."""
+    store = Store(CpuMachine() if backward_only else Forgetful(who, whom))
+    watch = nullcontext if declared else Watch
+    if not declared:
+        store.compute = lambda *what, **more: None  # type: ignore[method-assign]
+    q, k, v, weight = tensors((4, 2))
+    q.requires_grad_()
     try:
-        kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], lambda i, out: None, CPU, True)
-        away = [store.offload(chunk) for chunk in dout.split(s, 1)]
-        if backward:
+        with watch(store.machine):
+            out = fpdt_attention(dist.group.WORLD, 4, store, EXPLICIT)(q, k, v, causal=True)
+        if backward_only:
             forgetful = Forgetful(who, whom)
-            forgetful.clock = machine.clock
-            store.machine = forgetful
-            core.backward(kept, away, lambda *grads: None, CPU)
+            forgetful.clock, store.machine = store.machine.clock, forgetful
+        with watch(store.machine):
+            out.backward(weight)
     except Race as found:
         return str(found)
     return "no race"
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+PASSES = pytest.mark.parametrize("backward_only", [False, True], ids=["forward", "backward"])
+
+
+@PASSES
+@pytest.mark.parametrize(("who", "whom"), [("compute", "fetch"), ("fetch", "compute"), ("nobody", "")])
+def test_a_read_that_nobody_declares_is_a_race_if_it_does_not_wait(who, whom, backward_only):
+    found = alone(race, who, whom, backward_only, False)
+    assert (found == "no race") == (who == "nobody"), found
+    assert who != "compute" or found.startswith("aten."), f"no operator was found out, but: {found}"
+
+
+@PASSES
 @pytest.mark.parametrize(
     ("who", "whom"), [("offload", "compute"), ("fetch", "offload"), ("compute", "fetch"), ("fetch", "compute")]
 )
-def test_a_missing_wait_is_a_race_in_the_real_loops_too(who, whom, backward):
-    assert "without waiting" in alone(race, who, whom, backward)
+def test_a_missing_wait_is_a_race_in_the_real_loops_too(who, whom, backward_only):
+    assert "without waiting" in alone(race, who, whom, backward_only, True)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
