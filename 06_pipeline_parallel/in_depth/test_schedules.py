@@ -274,7 +274,7 @@ def test_the_order_is_the_one_that_pytorch_runs(name):
                 assert schedule.actions[rank] == torch_lists(name, p, m, 2, rank), f"rank {rank} of {p}"
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe"])
 def test_two_swapped_actions_are_rejected_or_still_run_and_never_hang(name):
     rng = random.Random(name)
     v = 2 if name in LOOPED + FOLDED else 1
