@@ -47,19 +47,20 @@ SWEEP = list(
 )
 
 
-def assert_auto_is_not_beaten(cases):
-    """Returns in how many it is cheaper than all that were drawn by hand."""
-    cheaper = 0
-    for (f, b, w), p, rounds, communication, memory in cases:
-        m, times = p * rounds, Times(f, b, w, communication=communication)
-        limit = {"p": p, "p + 1": p + 1, "2p - 1": 2 * p - 1, "2p": 2 * p}[memory]
-        found = simulate(build("auto", p, m, times=times, limit=limit), times)
-        assert max(found.peak_activations) <= limit
-        by_hand = [simulate(build(name, p, m), times) for name in ("naive", "afab", "1f1b", "zb-h1", "zb-h2")]
-        least = min(each.cost for each in by_hand if max(each.peak_activations) <= limit)
-        assert found.cost <= least, f"{p} ranks, {m} micro-batches, {times}, limit {memory}: {found.cost}, not {least}"
-        cheaper += found.cost < least
-    return cheaper
+def auto_is_cheaper(p, m, v, times, limit, by_hand):
+    """Whether it is cheaper than all schedules drawn by hand that fit; none of them may be cheaper."""
+    found = simulate(build("auto", p, m, v, times=times, limit=limit), times)
+    assert max(found.peak_activations) <= limit
+    least = float("inf")
+    for name in by_hand:
+        try:
+            other = simulate(build(name, p, m, v), times)
+        except ScheduleError:
+            continue  # it takes other numbers of micro-batches
+        if max(other.peak_activations) <= limit:
+            least = min(least, other.cost)
+    assert found.cost <= least, f"{p} ranks, {m} micro-batches, {times}, limit {limit}: {found.cost}, not {least}"
+    return found.cost < least < float("inf")
 
 
 def test_auto_is_zb_h1_where_that_is_the_best():
@@ -71,7 +72,11 @@ def test_auto_is_zb_h1_where_that_is_the_best():
 @pytest.mark.prove
 def test_all_over_the_sweep_auto_is_never_dearer_than_what_was_drawn_by_hand_and_often_cheaper():
     assert len(SWEEP) == 1440
-    assert assert_auto_is_not_beaten(random.Random(1).sample(SWEEP, 360)) > 75
+    cheaper, by_hand = 0, ("naive", "afab", "1f1b", "zb-h1", "zb-h2")
+    for (f, b, w), p, rounds, communication, memory in random.Random(1).sample(SWEEP, 360):
+        limit = {"p": p, "p + 1": p + 1, "2p - 1": 2 * p - 1, "2p": 2 * p}[memory]
+        cheaper += auto_is_cheaper(p, p * rounds, 1, Times(f, b, w, communication=communication), limit, by_hand)
+    assert cheaper > 75
 
 
 def test_auto_may_hold_twice_the_ranks_unless_it_is_told_otherwise():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _moe_demo import HostWaits
-from _slow_moe import SlowMoE
+from _slow_moe import SlowMoE, random
 from expert_dispatch import DISPATCH, RouterError
 from harness.meter import communication, saved_activations
 from harness.programs import refusal
@@ -36,10 +36,6 @@ CONFIGS = {
 SIZES = {1: [8], 2: [7, 1], 4: [2, 0, 5, 1]}  # tokens of each rank in a micro-batch
 EVEN = {P: [8 // P] * P for P in SIZES}  # as fixed shapes need them
 MICRO_BATCHES, STEPS = 2, 2
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def lively(layer: nn.Module, experts: int, rank: int = 0, P: int = 1) -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import two_hops
 from _moe_demo import HostWaits, Wire
+from _slow_moe import random
 from expert_dispatch import Exchange, dispatch_rows, experts_loop, make_plan, reference
 from harness.meter import communication
 from harness.programs import refusal
@@ -33,10 +34,6 @@ from two_hops import (
 E, K, H, F_ = 16, 4, 12, 8
 SIZES = {1: [17], 2: [11, 6], 4: [6, 0, 9, 2]}  # tokens of each rank
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 2), (4, 2, 2), (4, 2, 1), (4, 4, 2)]  # ranks, nodes, nodes of a token
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def problem(tokens: int) -> dict[str, Tensor]:
