@@ -35,6 +35,18 @@ def v_of(name):
     return 2 if name in (*LOOPED, *FOLDED) else 1
 
 
+def squares(y, target):
+    return (y**2).sum()
+
+
+def one_step(schedule, stages, x, loss=squares, **options):
+    """The pipeline of the whole world, after a step on x, which has no targets."""
+    options = {"example": x[0]} | options
+    pipeline = Pipeline(schedule, stages, dist.group.WORLD, loss=loss, **options)
+    pipeline.step(x, [None] * len(x))
+    return pipeline
+
+
 # --------------------------------------------------------------------------------------- training beside the reference
 
 
@@ -200,11 +212,7 @@ def recomputed_above_what_needs_no_gradient():
                     layer.forward = wrap(layer.forward)
                 if frozen and rank == 0:
                     stage.insert(0, embedding.double().requires_grad_(False))
-                schedule = build(name, 2, 4)
-                pipeline = Pipeline(
-                    schedule, {(0, rank): stage}, dist.group.WORLD, loss=lambda y, _: (y**2).sum(), example=x[0]
-                )
-                pipeline.step(inputs, [None] * 4)
+                one_step(build(name, 2, 4), {(0, rank): stage}, inputs, example=x[0])
                 found.append({n: p.grad for n, p in stage.named_parameters()})
             for key, want in found[1].items():
                 assert_same(found[0][key], want, what=f"{name}: gradient of {key}", rank=rank)
@@ -266,7 +274,7 @@ def with_tensor_parallel(names):
         schedule = build(name, 2, 4, v_of(name))
         stages = {(d, s): ParallelMLP(s, tensor_group) for d, s in schedule.stages_of(group.rank())}
         x = torch.randn(4, 3, HIDDEN, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-        pipeline = Pipeline(schedule, stages, group, loss=lambda y, _: (y**2).sum(), example=x[0])
+        pipeline = Pipeline(schedule, stages, group, loss=squares, example=x[0])
         loss = pipeline.step(x, [None] * 4, broadcast=True)
         whole = nn.Sequential(*(ParallelMLP(s, tensor_group, whole=True) for s in range(schedule.stages)))
         want = (whole(x) ** 2).sum()
@@ -547,8 +555,7 @@ def live_bytes(m):
             inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
             stages[key] = Boxes(inner, count)
         x = torch.randn(m, 3, 8, dtype=DOUBLE)
-        pipeline = Pipeline(schedule, stages, dist.group.WORLD, loss=lambda y, _: y.sum(), example=x[0])
-        pipeline.step(x, [None] * m)
+        pipeline = one_step(schedule, stages, x)
         assert count[0] == 0, "all graphs are gone after a step"
         one = 3 * x[0].nbytes  # what each of the three modules keeps: a linear layer its input, tanh its output
         found.append((count[1] / one, pipeline.peak))
@@ -752,19 +759,11 @@ HOW = ["a view of a larger tensor", "not contiguous", "the input", "a view of th
 def odd_outputs(how):
     for first, second in [(a, how[(i + k) % 5]) for i, a in enumerate(how) for k in (0, 2)]:
         for name in ("1f1b", "zb-h1"):
-            schedule, rank = build(name, 3, 3), dist.get_rank()
-            kinds = [first, second, "a view of a larger tensor"]
+            rank, kinds = dist.get_rank(), [first, second, "a view of a larger tensor"]
             whole = nn.Sequential(*map(Returns, kinds))
             x = torch.arange(24.0, dtype=DOUBLE).view(3, 2, 4)
             mine = Returns(kinds[rank])
-            pipeline = Pipeline(
-                schedule,
-                {(0, rank): mine},
-                dist.group.WORLD,
-                loss=lambda y, _: (y**2).sum(),
-                example=x[0].T.contiguous().T,
-            )
-            pipeline.step(list(x), [None] * 3)
+            one_step(build(name, 3, 3), {(0, rank): mine}, list(x), example=x[0].T.contiguous().T)
             sum((whole(part) ** 2).sum() for part in x).backward()
             got, want = mine.weight.grad, whole[rank].weight.grad
             if want is None and got is not None:  # a stage above ignores its input, so the gradient sent down is zero
@@ -808,12 +807,8 @@ def test_forward_only_gives_the_same_loss_and_keeps_nothing():
 
 
 def wrong_shape():
-    schedule, rank = build("1f1b", 2, 2), dist.get_rank()
-    module = nn.Linear(4, 3 if rank == 0 else 4)
-    pipeline = Pipeline(
-        schedule, {(0, rank): module}, dist.group.WORLD, loss=lambda y, _: y.sum(), example=torch.ones(2, 4)
-    )
-    pipeline.step([torch.ones(2, 4)] * 2, [None] * 2)
+    rank = dist.get_rank()
+    one_step(build("1f1b", 2, 2), {(0, rank): nn.Linear(4, 3 if rank == 0 else 4)}, torch.ones(2, 2, 4))
 
 
 def test_a_stage_of_the_wrong_shape_ends_all_ranks_in_one_line_that_names_the_rule():
