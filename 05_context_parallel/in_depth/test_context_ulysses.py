@@ -543,9 +543,8 @@ def test_who_plans_for_equal_ranks_can_ask_for_heads_that_divide():
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("argv", [["--version", "ulysses", "--attention", "window"], ["--dtype", "float32"]])
-def test_the_demo_finds_nothing_wrong(argv):
-    assert run_ranks(2, run_demo, "context_ulysses", argv) == [[], []]
+def test_the_demo_finds_nothing_wrong():
+    assert run_ranks(2, run_demo, "context_ulysses", ["--dtype", "float32"]) == [[], []]
 
 
 @pytest.mark.always("3-argv1")

@@ -22,9 +22,8 @@ from fpdt_model import (
     loss_sum,
     main,
     use_fpdt,
-    watch,
 )
-from fpdt_store import CpuMachine, DeviceMemory, Race, Store, Watch
+from fpdt_store import CpuMachine, Race, Store, Watch
 from harness.meter import peak_memory, saved_activations
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
@@ -361,19 +360,6 @@ def test_inputs_that_come_back_from_the_host_are_watched_too_without_a_word_of_t
 def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, named, monkeypatch):
     monkeypatch.setattr("fpdt_model.run", lambda *_, **__: pytest.fail(f"{' '.join(arguments)} is let through"))
     assert named in refusal(main, arguments)
-
-
-def small_watch() -> list[str]:
-    from types import SimpleNamespace
-
-    args = SimpleNamespace(seq=2048, chunks=8, budget_mb=3)
-    return watch(args, dist.group.WORLD, torch.device("cpu"))
-
-
-@pytest.mark.prove
-def test_under_a_memory_budget_the_dense_model_fails_and_fpdt_trains():
-    assert run_ranks(1, small_watch) == [[]]
-    assert DeviceMemory().limit is None
 
 
 @pytest.mark.prove
