@@ -421,6 +421,7 @@ def dispatch_table(ep: int, top_k: int) -> Tensor:
     return torch.stack([torch.bincount(s.topk(top_k).indices.flatten(), minlength=E) for s in scores])
 
 
+@pytest.mark.always("dtype0-4-2", "dtype1-2-2")
 @pytest.mark.parametrize(("ep", "top_k"), [(2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_bytes_sent_match_the_formula(ep, top_k, dtype):
@@ -454,6 +455,7 @@ def test_recorded_gradients_are_copies():
         assert len(pointers) == 3 and weight.grad.data_ptr() not in pointers, f"recorded gradients of {name}"
 
 
+@pytest.mark.always("4")
 @pytest.mark.parametrize("ep", TOKENS)
 def test_bytes_saved_for_backward_match_the_formula(ep):
     top_k, table = 2, dispatch_table(ep, 2)
@@ -489,6 +491,7 @@ def test_router_probs_are_float32_for_bf16_tokens_and_under_autocast():
     assert route(x, router, 2)[2].dtype == torch.float64
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ep", TOKENS)
 def test_bf16_is_as_close_to_float64_as_the_dense_layer(ep):
     rounded = {name: t.bfloat16().double() for name, t in layer_weights().items()}
@@ -584,6 +587,7 @@ def check_with_an_error(what: str) -> list[str]:
         return expert_parallel.check(1, None, 8, dist.group.WORLD, torch.device("cpu"))
 
 
+@pytest.mark.always("NaN-largest error nan", "views-bytes stored")
 @pytest.mark.parametrize(
     ("what", "words"), [("NaN", "largest error nan"), ("views", "bytes stored"), ("no sum", "largest error")]
 )

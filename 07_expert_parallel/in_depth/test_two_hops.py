@@ -210,7 +210,7 @@ def test_torch_is_asked_to_send_without_waiting_and_waited_for_when_the_shared_e
 
 
 def test_rows_of_a_rank_that_is_late_are_waited_for_forward_and_backward():
-    check(run_ranks(2, in_the_world, SIZES[2], 2, 2, 0.3), SIZES[2], 2, 2, "the last rank is late:")
+    check(run_ranks(2, in_the_world, SIZES[2], 2, 2, 0.1), SIZES[2], 2, 2, "the last rank is late:")
 
 
 def two_slices() -> tuple[dict, list]:
