@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 import ring_attention as script
 import torch
 import torch.distributed as dist
-from bench_context_ring import work_of_all
+from bench_context_ring import torch_step, work_of_all
 from context_ring import LocalAttention, allgather_attention
 from context_ring import ring_attention as ring_in_depth
 from flash_local import for_each_query_head
@@ -27,7 +27,6 @@ from harness.meter import communication, saved_activations
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from harness.report import paired, write_result
-from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
 RANKS, N, N_KV, D = 4, 4, 4, 32
 S, S_KERNEL = 1024, 4096  # a kernel is so fast that less would measure calls of functions
@@ -69,20 +68,6 @@ def local():
         return script.attention_block_backward(dout, q, k, v, out, lse.transpose(1, 2), causal)
 
     return LocalAttention(forward, backward)
-
-
-def torch_step(q, k, v, dout):
-    """What is behind PyTorch's `context_parallel`, whose public entrance refuses CPU tensors."""
-    theirs.set_rotate_method("alltoall")
-    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in (q, k, v, dout))
-    out, lse = theirs._templated_ring_attention(
-        dist.group.WORLD, 2, aten._scaled_dot_product_flash_attention_for_cpu, q, k, v, is_causal=True
-    )
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    gradients = theirs._templated_ring_attention_backward(
-        dist.group.WORLD, 2, backward, dout, "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
-    )
-    return [x.transpose(1, 2) for x in (out, *gradients[:3])]
 
 
 # ------------------------------------------------------------------------------------------------------ measuring

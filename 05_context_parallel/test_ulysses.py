@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import ulysses as script
+from harness.attention import attention_results, dense_attention, random_qkv
 from harness.layout import ROOT
 from harness.meter import communication, saved_activations
 from harness.programs import refusal
@@ -28,14 +29,6 @@ import context_ulysses
 S = 45  # odd: zeros have to fill up the last shard, on 2 and on 4 ranks
 NAMES = ("out", "dq", "dk", "dv")
 CPU = torch.device("cpu")
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Written out, with nothing of the script: [B, S, N, D], causal, each K/V head repeated for its query heads."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqnd,bknd->bnqk", q, k) * q.shape[-1] ** -0.5
-    scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=q.dtype).triu(1)
-    return torch.einsum("bnqk,bknd->bqnd", scores.softmax(-1), v)
 
 
 @cache
@@ -89,7 +82,7 @@ def trained(slices: bool = False, delays: bool = False) -> list[Tensor]:
     return results + [p.detach() for p in params]
 
 
-@pytest.mark.always("4-{}", "2-{}")
+@pytest.mark.always("4-{}")
 @pytest.mark.parametrize(
     ("ranks", "options"), [(1, {}), (2, {}), (4, {}), (4, {"slices": True}), (4, {"delays": True})], ids=str
 )
@@ -114,30 +107,17 @@ def test_labels_and_positions_follow_their_tokens():
 # ---------------------------------------------------------------------------------------------------- attention alone
 
 
-def inputs(heads: tuple[int, int]) -> list[Tensor]:
-    """q, k, v of a whole sequence and the gradient of the output: [2, 24, heads, 8] in float64."""
-    generator = torch.Generator().manual_seed(1)
-    sizes = (heads[0], heads[1], heads[1], heads[0])
-    return [torch.randn(2, 24, n, 8, generator=generator, dtype=torch.float64) for n in sizes]
-
-
-def results_of(attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-
-
 def local_inputs(heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    return [x.chunk(dist.get_world_size(), 1)[dist.get_rank()].to(dtype) for x in inputs(heads)]
+    return [x.chunk(dist.get_world_size(), 1)[dist.get_rank()].to(dtype) for x in random_qkv(heads, 24, 8)]
 
 
 def core_and_depth(heads: tuple[int, int], deep: bool) -> tuple:
     """This rank's (out, dq, dk, dv) by the core file and by in_depth."""
-    ours = results_of(ulysses(dist.group.WORLD), *local_inputs(heads, torch.float64))
+    ours = attention_results(ulysses(dist.group.WORLD), *local_inputs(heads, torch.float64))
     if not deep:
         return ours, ours
     other = context_ulysses.ulysses(dist.group.WORLD)
-    return ours, results_of(lambda *qkv: other(*qkv, causal=True), *local_inputs(heads, torch.float64))
+    return ours, attention_results(lambda *qkv: other(*qkv, causal=True), *local_inputs(heads, torch.float64))
 
 
 # Heads that do not divide among the ranks are beyond in_depth. Of (6, 3) on 2 ranks, the three query heads of each use
@@ -147,7 +127,7 @@ CASES = [((8, 2), 4, True), ((8, 1), 4, True), ((6, 2), 4, False), ((6, 3), 2, T
 
 @pytest.mark.parametrize(("heads", "P", "deep"), CASES)
 def test_any_number_of_heads_matches_dense_attention_and_in_depth(heads, P, deep):
-    full = results_of(dense_attention, *inputs(heads))
+    full = attention_results(dense_attention, *random_qkv(heads, 24, 8))
     for rank, (ours, other) in enumerate(run_ranks(P, core_and_depth, heads, deep)):
         for name, x, y, expected in zip(NAMES, ours, other, full, strict=True):
             assert_same(x, expected.chunk(P, 1)[rank], what=name, rank=rank)
@@ -252,6 +232,7 @@ def checked(spoil: str) -> list[str]:
         return script.check(31, dist.group.WORLD, CPU)
 
 
+@pytest.mark.prove
 def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes():
     assert run_ranks(2, checked, "")[0] == []
     assert any("error nan" in line for line in run_ranks(2, checked, "nan")[0])

@@ -29,7 +29,7 @@ from pipeline_parallel import IGNORE_INDEX, SCHEDULES, RecordingStage, build_mod
 from schedules import build
 
 TIMEOUT = 20  # seconds: a deadlock should not take a minute to be found
-CASES = [(1, 2), (2, 1), (3, 0), (5, 1), (6, 3), (8, 2)]  # micro-batches, blocks beyond one for each stage
+CASES = [(1, 2), (3, 0), (6, 3)]  # micro-batches, blocks beyond one for each stage
 MESSAGE = (pipe.BATCH, pipe.SEQ_LEN, pipe.HIDDEN)
 MESSAGE_BYTES = 8 * math.prod(MESSAGE)
 
@@ -116,12 +116,11 @@ def assert_match_reference(name, cases, ranks):
         assert names == sorted(expected.weights), "each parameter is on one rank"
 
 
-@pytest.mark.always("naive-2", "1f1b-4")
+@pytest.mark.always("naive-2")
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_three_steps_match_reference(name, p):
-    cases = CASES if p < 4 else CASES[2:5]
-    assert_match_reference(name, cases, run_ranks(p, traces, name, cases, timeout=TIMEOUT))
+    assert_match_reference(name, CASES, run_ranks(p, traces, name, CASES, timeout=TIMEOUT))
 
 
 def test_fewer_micro_batches_than_stages():
@@ -129,16 +128,15 @@ def test_fewer_micro_batches_than_stages():
     assert_match_reference("1f1b", cases, run_ranks(4, traces, "1f1b", cases, timeout=TIMEOUT))
 
 
-def in_slices(name):
+def in_slices():
     groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
-    return traces(name, [(3, 1)], groups[0] if dist.get_rank() in (1, 3) else groups[1])
+    return traces("1f1b", [(3, 1)], groups[0] if dist.get_rank() in (1, 3) else groups[1])
 
 
 def test_two_slices_of_the_world_train_two_models():
-    for name in ("1f1b", "naive"):
-        ranks = run_ranks(4, in_slices, name, timeout=TIMEOUT)
-        assert_match_reference(name, [(3, 1)], ranks[1::2])
-        assert_match_reference(name, [(3, 1)], ranks[::2])
+    ranks = run_ranks(4, in_slices, timeout=TIMEOUT)
+    assert_match_reference("1f1b", [(3, 1)], ranks[1::2])
+    assert_match_reference("1f1b", [(3, 1)], ranks[::2])
 
 
 @pytest.mark.prove
@@ -176,13 +174,12 @@ def core_and_in_depth(name, m, num_blocks):
 @pytest.mark.always("1f1b")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_depth_agrees(name):
-    for p, m, num_blocks in ((2, 5, 3), (4, 6, 5)):
-        expected = reference(num_blocks, m, steps=1)
-        for rank, (core, deep) in enumerate(run_ranks(p, core_and_in_depth, name, m, num_blocks, timeout=TIMEOUT)):
-            assert_same(core[0], deep[0], what="loss", rank=rank)
-            assert_same_named(core[1], deep[1], what="gradient of", rank=rank)
-            assert_same_named(core[1], {n: expected.gradients[0][n] for n in core[1]}, what="gradient of", rank=rank)
-            assert core[2:] == deep[2:], f"rank {rank}: actions and micro-batches in flight"
+    expected = reference(5, 6, steps=1)
+    for rank, (core, deep) in enumerate(run_ranks(4, core_and_in_depth, name, 6, 5, timeout=TIMEOUT)):
+        assert_same(core[0], deep[0], what="loss", rank=rank)
+        assert_same_named(core[1], deep[1], what="gradient of", rank=rank)
+        assert_same_named(core[1], {n: expected.gradients[0][n] for n in core[1]}, what="gradient of", rank=rank)
+        assert core[2:] == deep[2:], f"rank {rank}: actions and micro-batches in flight"
 
 
 # ------------------------------------------------------------------------------- schedules and messages, without ranks
@@ -310,41 +307,50 @@ def test_the_drawings_in_the_docstring_are_what_is_drawn():
 # ------------------------------------------------------------------------------------------- bytes sent and stored
 
 
-def bytes_of_a_step(name, m):
-    stage = new_stage(dist.get_world_size() + 1)
-    with communication() as meter:
-        run_step(stage, name, m)
-    return held_bytes(stage.layers).parameters, dict(meter.calls), dict(meter.payload), stage.bytes_sent
+def bytes_of_a_step(m):
+    """For each schedule the messages of a step, their bytes, and the script's own count; and bytes stored."""
+    found = []
+    for name in SCHEDULES:
+        stage = new_stage(dist.get_world_size() + 1)
+        with communication() as meter:
+            run_step(stage, name, m)
+        found.append((name, dict(meter.calls), dict(meter.payload), stage.bytes_sent))
+    return found, held_bytes(stage.layers).parameters
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_bytes_stored_and_sent_match_the_formulas(name):
-    for p, m in ((4, 6), (2, 1)):
-        ranks = run_ranks(p, bytes_of_a_step, name, m, timeout=TIMEOUT)
-        for rank, (_, calls, payload, by_itself) in enumerate(ranks):
+def test_bytes_stored_and_sent_match_the_formulas():
+    for p, m in ((4, 4), (2, 1)):
+        ranks = run_ranks(p, bytes_of_a_step, m, timeout=TIMEOUT)
+        for rank, (found, _) in enumerate(ranks):
             n = m * ((rank > 0) + (rank < p - 1))
-            assert calls == {"send": n, "recv": n, "all_reduce": 1}, f"rank {rank} of {p}: messages {calls}"
             sent = {"send": n * MESSAGE_BYTES, "recv": n * MESSAGE_BYTES, "all_reduce": 8}
-            assert payload == sent and by_itself == sent["send"], f"rank {rank} of {p}: bytes {payload}, not {sent}"
-        stored = [parameters for parameters, *_ in ranks]
+            for name, calls, payload, by_itself in found:
+                where = f"{name}, rank {rank} of {p}"
+                assert calls == {"send": n, "recv": n, "all_reduce": 1}, f"{where}: messages {calls}"
+                assert payload == sent and by_itself == sent["send"], f"{where}: bytes {payload}, not {sent}"
+        stored = [parameters for _, parameters in ranks]
         assert sum(stored) == held_bytes(build_model(p + 1)).parameters and (p == 2 or max(stored) < sum(stored) / 2)
 
 
 def memory_of_steps(name, m):
-    """The most bytes that a step allocates when gradients are there, and what is left after it: the least of three.
+    """The most bytes that a step allocates when gradients are there, and what is left after it: the least of two.
 
     A thread of Gloo may free a buffer late.
     """
     stage, batch = new_stage(dist.get_world_size()), get_batch(0, m)
     run_step(stage, name, m, batch)
     peaks, left = [], []
-    for _ in range(3):
+    for _ in range(2):
         dist.barrier()
         with peak_memory() as memory:
             run_step(stage, name, m, batch)
             left.append(memory.current)
         peaks.append(memory.peak)
     return min(peaks), min(left)
+
+
+def memory_of_all():
+    return {(name, m): memory_of_steps(name, m) for name in SCHEDULES for m in (2, 4)}, bytes_of_one_forward()
 
 
 def bytes_of_one_forward():
@@ -364,19 +370,17 @@ def bytes_of_one_forward():
 
 def test_memory_grows_with_every_micro_batch_in_afab_and_not_at_all_in_1f1b_or_naive():
     """Two ranks; peak bytes of everything that a step allocates, and nothing but a loss is left of it."""
-    one = run_ranks(2, bytes_of_one_forward)
-    memory = {(name, m): run_ranks(2, memory_of_steps, name, m, timeout=TIMEOUT) for name in SCHEDULES for m in (2, 4)}
-    for rank in range(2):
-        peak = {key: ranks[rank][0] for key, ranks in memory.items()}
+    for rank, (memory, one) in enumerate(run_ranks(2, memory_of_all, timeout=TIMEOUT)):
+        peak = {key: most for key, (most, _) in memory.items()}
         for name in ("naive", "1f1b"):
             assert peak[name, 4] == peak[name, 2], f"{name}, rank {rank}: {peak[name, 2]}, {peak[name, 4]}"
         grows = peak["afab", 4] - peak["afab", 2]
-        assert 2 * one[rank] <= grows <= 2.02 * one[rank], f"afab, rank {rank}: {grows} bytes for 2 times {one[rank]}"
+        assert 2 * one <= grows <= 2.02 * one, f"afab, rank {rank}: {grows} bytes for 2 times {one}"
         # 1F1B has one micro-batch more in flight than naive on rank 0, and as many on rank 1.
         more = peak["1f1b", 4] - peak["naive", 4]
-        assert abs(more - (1 - rank) * one[rank]) <= 2 * MESSAGE_BYTES, f"rank {rank}: {more} bytes"
-        for key, ranks in memory.items():
-            assert ranks[rank][1] <= 1024, f"{key}, rank {rank}: {ranks[rank][1]} bytes are left after a step"
+        assert abs(more - (1 - rank) * one) <= 2 * MESSAGE_BYTES, f"rank {rank}: {more} bytes"
+        for key, (_, left) in memory.items():
+            assert left <= 1024, f"{key}, rank {rank}: {left} bytes are left after a step"
 
 
 # ---------------------------------------------------------------------------------------------------- order in time
@@ -393,7 +397,7 @@ def deadlock_and_train():
 @pytest.mark.always("2")
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_1f1b_one_by_one_deadlocks_in_bounded_time_and_the_job_goes_on(p):
-    ends = run_ranks(p, deadlock_and_train, timeout=40)
+    ends = run_ranks(p, deadlock_and_train, timeout=15)
     blocked = [where for where, *_ in ends]
     assert_match_reference("1f1b", [(3, 1)], [after for *_, after in ends])
     if p == 1:
@@ -402,7 +406,7 @@ def test_1f1b_one_by_one_deadlocks_in_bounded_time_and_the_job_goes_on(p):
     circle = [f"rank {p - 2} waits to send to rank {p - 1}", f"rank {p - 1} waits to send to rank {p - 2}"]
     others = [f"rank {rank} waits to receive from rank {rank + 1}" for rank in range(p - 2)]
     assert blocked == others + circle
-    assert max(took for _, took, _ in ends) < 15
+    assert max(took for _, took, _ in ends) < 10
 
 
 def with_delays(name, seed):
@@ -422,6 +426,7 @@ def with_delays(name, seed):
     assert_same_named(trace.gradients[0], {name: expected[name] for name in trace.weights}, rank=dist.get_rank())
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_random_delays_do_not_change_a_gradient_or_deadlock(seed):
     run_ranks(4, with_delays, "1f1b", seed, timeout=TIMEOUT)
@@ -466,20 +471,19 @@ class Transposed(nn.Module):
         return self.layers(x).transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def train_transposed(name):
+def train_transposed():
     def change(stage):
         if stage.next_rank is not None:
             stage.layers = Transposed(stage.layers)
 
-    trace, _ = train(name, 3, 4, steps=1, change=change)
+    trace, _ = train("1f1b", 3, 4, steps=1, change=change)
     grads = {name.removeprefix("layers."): g for name, g in trace.gradients[0].items()}
     expected = reference(4, 3, steps=1).gradients[0]
     assert_same_named(grads, {name: expected[name] for name in grads}, what="gradient of", rank=dist.get_rank())
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_output_of_a_stage_may_be_a_view_with_gaps(name):
-    run_ranks(3, train_transposed, name, timeout=TIMEOUT)
+def test_the_output_of_a_stage_may_be_a_view_with_gaps():
+    run_ranks(3, train_transposed, timeout=TIMEOUT)
 
 
 def three_messages():
@@ -589,7 +593,7 @@ def run_main_with_nan():
         model[1].up_proj.weight.data[0, 0] = math.nan
         return model
 
-    with patch.object(pipe, "build_model", build_with_nan):
+    with patch.multiple(pipe, build_model=build_with_nan, find_deadlock=lambda group: "blocked"):
         return run_main("--schedule", "1f1b")
 
 

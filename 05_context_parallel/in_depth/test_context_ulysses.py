@@ -1,11 +1,8 @@
 """Ulysses and Ulysses x ring against one reference: the same model on the whole sequence, in one process."""
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from context_ring import (
     layout_positions,
     shard_sequence,
     text,
-    train_step,
 )
 from context_ulysses import (
     KINDS,
@@ -30,7 +26,6 @@ from context_ulysses import (
     check_enough_heads,
     check_heads,
     cost_model,
-    demo,
     every_other_key,
     kv_heads_of,
     masked,
@@ -48,10 +43,12 @@ from context_ulysses import (
     usp_groups,
     usp_positions,
 )
+from harness.attention import attention_results, random_qkv
 from harness.meter import communication, saved_activations
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same, assert_same_trace
+from test_context_ring import run_demo, trace_on_ranks, whole_trace
 from torch import Tensor
 
 HEADS = [(8, 8), (8, 2), (8, 1)]  # query heads, key/value heads
@@ -59,8 +56,8 @@ S = 48  # tokens of a test's sequence
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def model_of(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Model:
-    torch.manual_seed(seed)
+def model_of(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float64) -> Model:
+    torch.manual_seed(0)
     return Model(*heads, head_dim=4, vocab=128, causal=kind in ("causal", "window", "sparse")).to(dtype)
 
 
@@ -86,32 +83,18 @@ def reference_attention(kind: str) -> Callable[..., Tensor]:
 
 
 @cache
-def reference_trace(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Trace:
-    model, attention = model_of(heads, kind, dtype, seed), reference_attention(kind)
-
-    def backward(step: int) -> float:
-        tokens = text(2, S, seed + step)
-        logits = model(tokens, torch.arange(S), attention)[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        return loss.item()
-
-    return sgd_trace(dict(model.named_parameters()), backward)
+def reference_trace(heads: tuple[int, int], kind: str, dtype: torch.dtype = torch.float64) -> Trace:
+    return whole_trace(model_of(heads, kind, dtype), reference_attention(kind))
 
 
-def trace_of(attention, positions, group, heads, kind, dtype=torch.float64, seed: int = 0) -> Trace:
-    model = model_of(heads, kind, dtype, seed)
+def trace_of(attention, positions, group, heads, kind, dtype=torch.float64) -> Trace:
     attention = every_other_key(attention) if kind == "cross" else attention
-
-    def backward(step: int) -> float:
-        return train_step(model, text(2, S, seed + step), positions, attention, group).item()
-
-    return sgd_trace(dict(model.named_parameters()), backward)
+    return trace_on_ranks(model_of(heads, kind, dtype), attention, positions, group)
 
 
-def ulysses_trace(group, heads, kind, dtype=torch.float64, seed: int = 0, together: bool = False) -> Trace:
+def ulysses_trace(group, heads, kind, dtype=torch.float64, together: bool = False) -> Trace:
     positions = layout_positions("contiguous", S, group.rank(), group.size())
-    return trace_of(ulysses(group, KINDS[kind], together=together), positions, group, heads, kind, dtype, seed)
+    return trace_of(ulysses(group, KINDS[kind], together=together), positions, group, heads, kind, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------- the one reference
@@ -209,16 +192,9 @@ def usp_traces(U: int) -> list[Trace]:
 
 
 @pytest.mark.prove
-def test_ulysses_times_ring_on_2_by_2_ranks_is_exact_in_every_layout_also_with_fewer_heads_than_ranks():
-    want = [reference_trace(*case) for _ in LAYOUTS for case in USP_CASES]
-    for rank, traces in enumerate(run_ranks(4, usp_traces, 2)):
-        for got, expected in zip(traces, want, strict=True):
-            assert_same_trace(got, expected, rank=rank)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize(("ranks", "U"), [(1, 1), (2, 1), (2, 2)])
-def test_a_rectangle_of_one_row_or_one_column_is_the_plain_version(ranks, U):
+@pytest.mark.parametrize(("ranks", "U"), [(4, 2), (1, 1), (2, 1), (2, 2)])
+def test_ulysses_times_ring_is_exact_in_every_layout_on_a_rectangle_and_on_one_row_or_column(ranks, U):
+    """On 2 x 2 ranks also with fewer heads than ranks."""
     want = [reference_trace(*case) for _ in LAYOUTS for case in USP_CASES]
     for rank, traces in enumerate(run_ranks(ranks, usp_traces, U)):
         for got, expected in zip(traces, want, strict=True):
@@ -275,15 +251,16 @@ def tensor_and_context() -> list[Tensor]:
     tp, sp = rank % 2, rank // 2
     mine = layout_positions("contiguous", S, sp, 2)
     for heads in ((4, 4), (4, 2)):
-        shards = [x.chunk(2, 2)[tp][:, mine] for x in random_qkv(heads)]
-        results.append(results_of(ulysses(groups[tp]), *shards))
+        shards = [x.chunk(2, 2)[tp][:, mine] for x in random_qkv(heads, S, 4)]
+        results.append(attention_results(ulysses(groups[tp]), *shards, causal=True))
     return results
 
 
 def test_tensor_parallelism_cuts_the_heads_first_and_ulysses_what_is_left():
+    of_ranks = run_ranks(4, tensor_and_context)
     for i, heads in enumerate(((4, 4), (4, 2))):
-        want = results_of(dense_attention, *random_qkv(heads))
-        for rank, results in enumerate(run_ranks(4, tensor_and_context)):
+        want = attention_results(dense_attention, *random_qkv(heads, S, 4), causal=True)
+        for rank, results in enumerate(of_ranks):
             where = layout_positions("contiguous", S, rank // 2, 2)
             for name, got, whole in zip(NAMES, results[i], want, strict=True):
                 assert_same(got, whole.chunk(2, 2)[rank % 2][:, where], what=f"{name}, {heads}", rank=rank)
@@ -318,18 +295,6 @@ def test_every_rank_gets_the_kv_heads_that_its_query_heads_use_and_no_other():
             queries = list(range(N))[rank * N // P :][: N // P]
             assert mine == sorted({head // (N // N_kv) for head in queries}), f"{N}, {N_kv}: rank {rank} of {P}"
         assert sum(len(mine) for mine in heads) == copies
-
-
-def random_qkv(heads: tuple[int, int]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(2, S, n, 4, generator=generator, dtype=torch.float64) for n in (*heads, heads[1], heads[0])]
-
-
-def results_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, causal=True)
-    out.backward(dout)
-    return [out.detach(), q.grad, k.grad, v.grad]
 
 
 def calls_of_the_kernel() -> list[int]:
@@ -577,17 +542,9 @@ def test_who_plans_for_equal_ranks_can_ask_for_heads_that_divide():
         check_heads(3, 2)
 
 
-def run_demo(argv: list[str]) -> list[str]:
-    sys.argv = ["context_ulysses.py", *argv]
-    with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
-        args = parse_arguments()
-    return demo(args, dist.group.WORLD, torch.device("cpu"))
-
-
 @pytest.mark.prove
-@pytest.mark.parametrize("argv", [["--version", "ulysses", "--attention", "window"], ["--dtype", "float32"]])
-def test_the_demo_finds_nothing_wrong(argv):
-    assert run_ranks(2, run_demo, argv) == [[], []]
+def test_the_demo_finds_nothing_wrong():
+    assert run_ranks(2, run_demo, "context_ulysses", ["--dtype", "float32"]) == [[], []]
 
 
 @pytest.mark.always("3-argv1")
@@ -599,7 +556,7 @@ def test_the_demo_finds_nothing_wrong(argv):
     ],
 )
 def test_a_length_is_refused_only_by_what_was_asked_for(ranks, argv):
-    assert run_ranks(ranks, run_demo, argv) == [[]] * ranks
+    assert run_ranks(ranks, run_demo, "context_ulysses", argv) == [[]] * ranks
 
 
 def test_the_cost_model_is_printed_with_its_assumptions_and_its_deviations(capsys):

@@ -17,6 +17,7 @@ from context_ring import (
 )
 from context_ulysses import usp, usp_groups, usp_positions
 from flash_local import FLASH, TILED, TORCH, chosen, tiled, tiles_of
+from harness.attention import attention_results, random_qkv
 from harness.meter import peak_memory
 from harness.programs import refusal
 from harness.ranks import run_ranks
@@ -24,13 +25,6 @@ from harness.reference import assert_same
 from torch import Tensor
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-def given_of(s: int, t: int, heads: tuple[int, int] = (4, 2), D: int = 8) -> list[Tensor]:
-    """q, k, v and the gradient of the output, float64."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, s, heads[0], D), (2, t, heads[1], D), (2, t, heads[1], D), (2, s, heads[0], D)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def autograds(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> list[Tensor]:
@@ -49,7 +43,7 @@ def step_of(local: LocalAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 @pytest.mark.parametrize(("s", "t", "causal"), [(17, 17, True), (17, 17, False), (5, 23, False), (16, 16, True)])
 def test_tiles_and_pytorchs_kernels_are_exact_for_uneven_tiles_and_shared_heads(s, t, causal):
     for heads in ((4, 4), (4, 2), (4, 1)):
-        given = given_of(s, t, heads)
+        given = random_qkv(heads, s, 8, kv_length=t)
         want = autograds(*given, causal)
         for name, local in (("tiled", tiled(6)), ("one tile", tiled(64)), ("torch", TORCH), ("flash", FLASH)):
             for what, got, expected in zip(NAMES, step_of(local, *given, causal), want, strict=True):
@@ -69,7 +63,7 @@ def test_tiles_above_the_diagonal_are_not_computed_and_each_other_pair_once():
 
 def peak_of(local: LocalAttention, s: int, causal: bool) -> tuple[int, int]:
     """Peak bytes of forward, and of backward."""
-    q, k, v, dout = (x.float() for x in given_of(s, s, (2, 1)))
+    q, k, v, dout = (x.float() for x in random_qkv((2, 1), s, 8))
     with peak_memory() as forward:
         out, lse = local.forward(q, k, v, causal=causal)
     with peak_memory() as backward:
@@ -97,7 +91,7 @@ def test_nothing_as_large_as_the_scores_exists_in_pytorchs_kernels():
 
 
 def test_a_bfloat16_block_is_summed_in_float32():
-    q, k, v, dout = (x.bfloat16() for x in given_of(64, 64))
+    q, k, v, dout = (x.bfloat16() for x in random_qkv((4, 2), 64, 8))
     exact = autograds(*(x.double() for x in (q, k, v, dout)), True)
     for local, autocast in ((tiled(8), False), (tiled(8), True), (EXPLICIT, True)):
         with torch.autocast("cpu", torch.bfloat16, autocast):
@@ -109,13 +103,6 @@ def test_a_bfloat16_block_is_summed_in_float32():
     assert dk.dtype == dv.dtype == torch.float32, "the sum over the query heads that share a K/V head"
 
 
-def results_of(attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, causal=True)
-    out.backward(dout)
-    return [out.detach(), q.grad, k.grad, v.grad]
-
-
 def on_ranks(which: str) -> list[tuple]:
     """(name, where, out and gradients) of each version on this rank."""
     group, rank, local = dist.group.WORLD, dist.get_rank(), {"flash": FLASH, "tiled": tiled(5)}[which]
@@ -125,14 +112,17 @@ def on_ranks(which: str) -> list[tuple]:
     cases.append(
         ("usp", usp(*usp_groups(4, 2), "zigzag", local), usp_positions("zigzag", 48, rank // 2, 2, rank % 2, 2))
     )
-    given = given_of(48, 48)
-    return [(name, where, results_of(attention, *(x[:, where] for x in given))) for name, attention, where in cases]
+    given, found = random_qkv((4, 2), 48, 8), []
+    for name, attention, where in cases:
+        shards = [x[:, where] for x in given]
+        found.append((name, where, attention_results(attention, *shards, causal=True)))
+    return found
 
 
 @pytest.mark.always("flash")
 @pytest.mark.parametrize("which", ["flash", "tiled"])
 def test_plugged_into_ring_all_gather_and_mesh_it_is_exact(which):
-    want = results_of(dense_attention, *given_of(48, 48))
+    want = attention_results(dense_attention, *random_qkv((4, 2), 48, 8), causal=True)
     for rank, cases in enumerate(run_ranks(4, on_ranks, which)):
         for name, where, results in cases:
             for what, got, expected in zip(("out", "dq", "dk", "dv"), results, want, strict=True):

@@ -1,12 +1,9 @@
 """Packed documents against one reference: the same model on the whole sequence, with a mask made pair by pair."""
 
-import os
 import random
-import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from context_ring import EXPLICIT, Model, counting, ring_attention, text, train_step
 from context_ulysses import ulysses, usp_groups
+from harness.attention import random_qkv
 from harness.meter import communication
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
@@ -23,7 +21,6 @@ from packed_documents import (
     TRANSPORTS,
     boundaries,
     check_documents,
-    demo,
     in_documents,
     packed_attention,
     packed_blocks,
@@ -34,6 +31,7 @@ from packed_documents import (
     parse_arguments,
     places_in_documents,
 )
+from test_context_ring import run_demo
 from torch import Tensor
 
 HEADS = (8, 2)
@@ -43,9 +41,9 @@ CU = {layout: (0, 8, 32, 48) if layout == "each" else (0, 1, 6, 23, 24, 41, 48) 
 CASES = [(version, layout) for version in TRANSPORTS for layout in PACKED_LAYOUTS]
 
 
-def model_of(dtype: torch.dtype = torch.float64, seed: int = 0) -> Model:
-    torch.manual_seed(seed)
-    return Model(*HEADS, head_dim=4, vocab=128).to(dtype)
+def model_of() -> Model:
+    torch.manual_seed(0)
+    return Model(*HEADS, head_dim=4, vocab=128).double()
 
 
 def document_of(token: int, cu: tuple[int, ...]) -> int:
@@ -70,14 +68,14 @@ def reference_attention(cu: tuple[int, ...]) -> Callable[..., Tensor]:
 
 
 @cache
-def reference_trace(cu: tuple[int, ...], seed: int = 0) -> Trace:
+def reference_trace(cu: tuple[int, ...]) -> Trace:
     """The unsharded model. Places, and which token is whose label, are found token by token."""
-    model, attention = model_of(seed=seed), reference_attention(cu)
+    model, attention = model_of(), reference_attention(cu)
     places = torch.tensor([i - cu[document_of(i, cu)] for i in range(S)])
     labelled = [i for i in range(S - 1) if document_of(i, cu) == document_of(i + 1, cu)]
 
     def backward(step: int) -> float:
-        tokens = text(2, S, seed + step)
+        tokens = text(2, S, step)
         logits = model(tokens, places, attention)[:, labelled]
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, [i + 1 for i in labelled]].flatten())
         loss.backward()
@@ -86,25 +84,24 @@ def reference_trace(cu: tuple[int, ...], seed: int = 0) -> Trace:
     return sgd_trace(dict(model.named_parameters()), backward)
 
 
-def trace_of(attention: Callable, where: Tensor, cu: tuple[int, ...], group, seed: int = 0) -> Trace:
-    model = model_of(seed=seed)
+def trace_of(attention: Callable, where: Tensor, cu: tuple[int, ...], group) -> Trace:
+    model = model_of()
 
     def backward(step: int) -> float:
-        return packed_step(model, text(2, S, seed + step), where, cu, attention, group).item()
+        return packed_step(model, text(2, S, step), where, cu, attention, group).item()
 
     return sgd_trace(dict(model.named_parameters()), backward)
 
 
-def traces(group: dist.ProcessGroup | None = None, seed: int = 0, cases: list | None = None) -> list[Trace]:
-    """All-gather and ring in every layout, then Ulysses."""
-    group = group or dist.group.WORLD
-    rank, P, found = group.rank(), group.size(), []
-    for version, layout in cases or CASES:
+def traces(cases: list) -> list[Trace]:
+    """All-gather and ring in these layouts, then Ulysses."""
+    group, rank, P, found = dist.group.WORLD, dist.get_rank(), dist.get_world_size(), []
+    for version, layout in cases:
         attention = packed_attention(group, CU[layout], layout, version)
-        found.append(trace_of(attention, packed_positions(layout, CU[layout], rank, P), CU[layout], group, seed))
+        found.append(trace_of(attention, packed_positions(layout, CU[layout], rank, P), CU[layout], group))
     cu = CU["contiguous"]
     attention = ulysses(group, in_documents(cu))
-    return [*found, trace_of(attention, packed_positions("contiguous", cu, rank, P), cu, group, seed)]
+    return [*found, trace_of(attention, packed_positions("contiguous", cu, rank, P), cu, group)]
 
 
 @pytest.mark.always("2")
@@ -112,26 +109,22 @@ def traces(group: dist.ProcessGroup | None = None, seed: int = 0, cases: list | 
 def test_packed_documents_train_as_with_a_block_diagonal_mask_in_ring_all_gather_and_ulysses(ranks):
     cases = CASES if ranks == 4 else [("ring", "zigzag"), ("allgather", "each")]
     want = [reference_trace(CU[layout]) for _, layout in cases] + [reference_trace(CU["contiguous"])]
-    for rank, found in enumerate(run_ranks(ranks, traces, cases=cases)):
+    for rank, found in enumerate(run_ranks(ranks, traces, cases)):
         for got, expected in zip(found, want, strict=True):
             assert_same_trace(got, expected, rank=rank)
 
 
-def mesh_trace() -> list[Trace]:
+def mesh_trace() -> Trace:
     """Ulysses x ring: the documents are laid out over the ring, and what a ring rank holds is cut in U parts."""
-    rank, found = dist.get_rank(), []
+    rank, cu = dist.get_rank(), CU["each"]
     row, column = usp_groups(4, 2)
-    for layout in ("zigzag", "each"):
-        attention = ulysses(row, packed_attention(column, CU[layout], layout))
-        where = packed_positions(layout, CU[layout], rank // 2, 2).chunk(2)[rank % 2]
-        found.append(trace_of(attention, where, CU[layout], dist.group.WORLD))
-    return found
+    attention = ulysses(row, packed_attention(column, cu, "each"))
+    return trace_of(attention, packed_positions("each", cu, rank // 2, 2).chunk(2)[rank % 2], cu, dist.group.WORLD)
 
 
 def test_on_a_mesh_of_ulysses_and_ring_too():
-    for rank, found in enumerate(run_ranks(4, mesh_trace)):
-        for layout, got in zip(("zigzag", "each"), found, strict=True):
-            assert_same_trace(got, reference_trace(CU[layout]), rank=rank)
+    for rank, got in enumerate(run_ranks(4, mesh_trace)):
+        assert_same_trace(got, reference_trace(CU["each"]), rank=rank)
 
 
 # ------------------------------------------------------------------------------------------------- who sees what
@@ -195,18 +188,13 @@ def test_a_token_is_placed_in_its_document_and_the_last_of_a_document_has_no_lab
 # ---------------------------------------------------------------------------------- work, bytes, precision, no leaks
 
 
-def random_qkv(heads: tuple[int, int] = HEADS) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(2, S, n, 4, generator=generator, dtype=torch.float64) for n in (*heads, heads[1], heads[0])]
-
-
 def pairs_and_bytes() -> list[tuple]:
     """In bf16, for every version: pairs computed, bytes sent."""
     group, rank, P, found = dist.group.WORLD, dist.get_rank(), dist.get_world_size(), []
     for version, layout in CASES:
         count, where = [0], packed_positions(layout, CU[layout], rank, P)
         attention = packed_attention(group, CU[layout], layout, version, counting(EXPLICIT, count))
-        q, k, v, dout = (x.bfloat16()[:, where].requires_grad_() for x in random_qkv())
+        q, k, v, dout = (x.bfloat16()[:, where].requires_grad_() for x in random_qkv(HEADS, S, 4))
         with communication() as sent:
             attention(q, k, v, causal=True).backward(dout)
         found.append((count[0], sent.total))
@@ -215,15 +203,15 @@ def pairs_and_bytes() -> list[tuple]:
 
 def test_it_computes_the_pairs_of_the_formula_and_sends_what_one_document_would():
     kv = 2 * 2 * S * HEADS[1] * 4 * 2  # K and V of two sequences, bf16; in backward again, and dK/dV in fp32
-    for rank, found in enumerate(run_ranks(4, pairs_and_bytes)):
+    for rank, found in enumerate(run_ranks(2, pairs_and_bytes)):
         for (_, layout), numbers in zip(CASES, found, strict=True):
-            assert numbers == (packed_pairs(layout, CU[layout], rank, 4), 3 * (kv + kv + 2 * kv) // 4), layout
+            assert numbers == (packed_pairs(layout, CU[layout], rank, 2), (kv + kv + 2 * kv) // 2), layout
 
 
 def results_in_pieces() -> tuple[Tensor, Tensor]:
     """What the first document gives, alone on the ranks, and beside others with wild values."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    x = [y[:, :16] for y in random_qkv()]
+    x = [y[:, :16] for y in random_qkv(HEADS, S, 4)]
     alone = ring_attention(group, "zigzag")(
         *(y[:, packed_positions("zigzag", (0, 16), rank, 2)] for y in x[:3]), causal=True
     )
@@ -242,7 +230,7 @@ def under_autocast() -> list[tuple[Tensor, Tensor]]:
     """With every transport: results of float32 q and k beside a v of bf16, and of three in bf16; no second derivative.
     Without any label a loss is 0, and not 0/0."""
     group, found = dist.group.WORLD, []
-    q, k, v, _ = (x.float() for x in random_qkv())
+    q, k, v, _ = (x.float() for x in random_qkv(HEADS, S, 4))
     plus = lambda q, k, v, *, causal: q + (k + v).repeat_interleave(4, 2)  # noqa: E731
     for attention in (
         ring_attention(group),
@@ -308,22 +296,16 @@ def test_what_does_not_fit_is_said_in_one_line():
     assert all("\n" not in message for message in (layout, version, tokens, keys, whole))
 
 
-def run_demo(argv: list[str]) -> list[str]:
-    sys.argv = ["packed_documents.py", *argv]
-    with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
-        args = parse_arguments()
-    return demo(args, dist.group.WORLD, torch.device("cpu"))
-
-
 @pytest.mark.prove
 def test_the_demo_finds_nothing_wrong():
-    assert run_ranks(2, run_demo, ["--documents", "4", "12", "8", "--dtype", "float32"]) == [[], []]
+    assert run_ranks(2, run_demo, "packed_documents", ["--documents", "4", "12", "8", "--dtype", "float32"]) == [[], []]
 
 
+@pytest.mark.always("2-3-1")
 @pytest.mark.parametrize(("P", "N", "N_kv"), [(2, "3", "1"), (4, "6", "3")])
 def test_the_demo_knows_that_a_rank_of_ulysses_may_have_a_head_more_than_another(P, N, N_kv):
     argv = ["--documents", "4", "12", "8", "--heads", N, "--kv-heads", N_kv, "--version", "ulysses"]
-    assert run_ranks(P, run_demo, argv) == [[]] * P
+    assert run_ranks(P, run_demo, "packed_documents", argv) == [[]] * P
 
 
 @pytest.mark.parametrize(

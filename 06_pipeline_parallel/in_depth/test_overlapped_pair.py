@@ -1,7 +1,7 @@
 """Pairs of DualPipe that take turns: the recorded order, the gradients, the time, and what happens after an error."""
 
 import threading
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -203,8 +203,13 @@ def step(overlapped):
     return trained, gradients, [action for action, _, _ in pipeline.timeline], pipeline.peak, total
 
 
+@cache
+def steps(overlapped):
+    return run_ranks(4, step, overlapped)
+
+
 def test_a_pair_of_the_schedule_runs_in_turns_and_gives_the_same_bits_as_one_after_the_other():
-    plain, together = run_ranks(4, step, False), run_ranks(4, step, True)
+    plain, together = steps(False), steps(True)
     schedule = build("dualpipe-v", 2, 6, 2)
     for rank, ((alone, want, _, peak, loss), (events, got, _, peak2, loss2)) in enumerate(
         zip(plain, together, strict=True)
@@ -232,7 +237,7 @@ def test_the_recorded_order_takes_the_time_that_simulate_says():
     schedule = build("dualpipe-v", 2, 6, 2)
     times = Times(alone[F], alone[BW] / 2, alone[BW] / 2, pair=pair)
     gained = simulate(schedule, times)
-    for rank, (events, _, _, _, _) in enumerate(run_ranks(4, step, True)):
+    for rank, (events, _, _, _, _) in enumerate(steps(True)):
         beside = [event for event in events if event[0]]
         starts = [i for i, event in enumerate(beside) if event == ("F", "begins")] + [len(beside)]
         replayed = [replay(beside[a:b], {"F": f, "BW": bw}, message) for a, b in pairwise(starts)]

@@ -35,6 +35,18 @@ def v_of(name):
     return 2 if name in (*LOOPED, *FOLDED) else 1
 
 
+def squares(y, target):
+    return (y**2).sum()
+
+
+def one_step(schedule, stages, x, loss=squares, **options):
+    """The pipeline of the whole world, after a step on x, which has no targets."""
+    options = {"example": x[0]} | options
+    pipeline = Pipeline(schedule, stages, dist.group.WORLD, loss=loss, **options)
+    pipeline.step(x, [None] * len(x))
+    return pipeline
+
+
 # --------------------------------------------------------------------------------------- training beside the reference
 
 
@@ -143,7 +155,7 @@ def must_run(name, p, m):
 @pytest.mark.always("2")
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_every_schedule_gives_the_gradients_of_the_whole_model(p):
-    counts = sorted({1, max(1, p - 1), p, 2 * p, 4 * p + 1} if p < 4 else {1, 3, 4, 8})
+    counts = sorted({1, 3, 2 * p})
     cases = [(name, m, v_of(name), True, 3 if m == 2 * p else 1) for name in SCHEDULES for m in counts]
     ran = run_ranks(p, train_all, cases, timeout=180)[0]
     assert ran == [(name, m, v) for name, m, v, _, _ in cases if must_run(name, p, m)]
@@ -154,12 +166,6 @@ def test_many_micro_batches_three_stages_a_rank_and_untied_weights():
     cases = [(name, 17, v_of(name), True, 1) for name in ("1f1b", "llama3", "zb-v", "dualpipe-v")]
     cases += [(name, m, 3, False, 1) for name, m in (("interleaved", 8), ("breadth-first", 4), ("llama3", 6))]
     assert len(run_ranks(4, train_all, cases, timeout=180)[0]) == 7
-
-
-@pytest.mark.prove
-def test_eight_ranks():
-    cases = [("1f1b", 8, 1, True, 1), ("dualpipe", 16, 1, True, 1)]
-    assert len(run_ranks(8, train_all, cases, timeout=180)[0]) == 2
 
 
 def two_by_two():
@@ -182,9 +188,8 @@ def test_with_data_parallel_gradients_are_those_of_all_micro_batches_of_all_repl
 
 def with_recomputation():
     plain = partial(checkpoint, use_reentrant=False)
-    for wrap in (recomputed_once, lambda block: partial(plain, block)):
-        for name in ("1f1b", "zb-h1"):
-            train_beside_the_reference(build(name, 2, 4), dist.group.WORLD, wrap=wrap)
+    for name, wrap in (("1f1b", recomputed_once), ("zb-h1", recomputed_once), ("zb-h1", lambda b: partial(plain, b))):
+        train_beside_the_reference(build(name, 2, 4), dist.group.WORLD, wrap=wrap)
 
 
 def test_blocks_may_be_recomputed_in_two_ways():
@@ -207,11 +212,7 @@ def recomputed_above_what_needs_no_gradient():
                     layer.forward = wrap(layer.forward)
                 if frozen and rank == 0:
                     stage.insert(0, embedding.double().requires_grad_(False))
-                schedule = build(name, 2, 4)
-                pipeline = Pipeline(
-                    schedule, {(0, rank): stage}, dist.group.WORLD, loss=lambda y, _: (y**2).sum(), example=x[0]
-                )
-                pipeline.step(inputs, [None] * 4)
+                one_step(build(name, 2, 4), {(0, rank): stage}, inputs, example=x[0])
                 found.append({n: p.grad for n, p in stage.named_parameters()})
             for key, want in found[1].items():
                 assert_same(found[0][key], want, what=f"{name}: gradient of {key}", rank=rank)
@@ -273,7 +274,7 @@ def with_tensor_parallel(names):
         schedule = build(name, 2, 4, v_of(name))
         stages = {(d, s): ParallelMLP(s, tensor_group) for d, s in schedule.stages_of(group.rank())}
         x = torch.randn(4, 3, HIDDEN, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-        pipeline = Pipeline(schedule, stages, group, loss=lambda y, _: (y**2).sum(), example=x[0])
+        pipeline = Pipeline(schedule, stages, group, loss=squares, example=x[0])
         loss = pipeline.step(x, [None] * 4, broadcast=True)
         whole = nn.Sequential(*(ParallelMLP(s, tensor_group, whole=True) for s in range(schedule.stages)))
         want = (whole(x) ** 2).sum()
@@ -429,9 +430,8 @@ def random_delays(runs):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("runs", [40, pytest.param(200, marks=pytest.mark.prove)])
-def test_many_runs_with_random_delays_on_all_ranks_neither_hang_nor_differ(runs):
-    assert run_ranks(4, random_delays, runs, timeout=240) == [runs] * 4
+def test_many_runs_with_random_delays_on_all_ranks_neither_hang_nor_differ():
+    assert run_ranks(4, random_delays, 200, timeout=240) == [200] * 4
 
 
 def timed(name, m, f, b, w):
@@ -546,28 +546,26 @@ class Boxes(nn.Module):
         self.count[0] -= size
 
 
-def live_bytes(cases):
+def live_bytes(m):
     found = []
-    for name, m in cases:
-        schedule, count = build(name, 4, m, v_of(name)), [0, 0]
+    for name in SCHEDULES:
+        schedule, count = build(name, 2, m, v_of(name)), [0, 0]
         stages = {}
         for key in schedule.stages_of(dist.get_rank()):
             inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
             stages[key] = Boxes(inner, count)
         x = torch.randn(m, 3, 8, dtype=DOUBLE)
-        pipeline = Pipeline(schedule, stages, dist.group.WORLD, loss=lambda y, _: y.sum(), example=x[0])
-        pipeline.step(x, [None] * m)
+        pipeline = one_step(schedule, stages, x)
         assert count[0] == 0, "all graphs are gone after a step"
         one = 3 * x[0].nbytes  # what each of the three modules keeps: a linear layer its input, tanh its output
-        found.append((name, count[1] / one, pipeline.peak))
+        found.append((count[1] / one, pipeline.peak))
     return found
 
 
 def test_bytes_of_live_activations_peak_where_the_simulator_says():
-    cases = [(name, 8) for name in SCHEDULES]
-    for rank, found in enumerate(run_ranks(4, live_bytes, cases)):
-        for (name, m), (_, by_bytes, by_count) in zip(cases, found, strict=True):
-            predicted = simulate(build(name, 4, m, v_of(name))).peak_activations[rank]
+    for rank, found in enumerate(run_ranks(2, live_bytes, 6)):
+        for name, (by_bytes, by_count) in zip(SCHEDULES, found, strict=True):
+            predicted = simulate(build(name, 2, 6, v_of(name))).peak_activations[rank]
             assert (by_bytes, by_count) == (predicted, predicted), f"{name}, rank {rank}"
 
 
@@ -583,20 +581,14 @@ def started(cases):
         events.append(action)
         plain[name](pipeline, action, given)
 
-    Mailbox.start = start
-    for name in plain:
-        setattr(Pipeline, name, partialmethod(work, name=name))
-    try:
+    watched = {name: partialmethod(work, name=name) for name in plain}
+    with patch.object(Mailbox, "start", start), patch.multiple(Pipeline, **watched):
         result = []
         for name, m in cases:
             events.clear()
             schedule = build(name, 4, m, v_of(name))
             run_sleepy(schedule, dist.group.WORLD, lambda _: (never,) * 3)
             result.append(list(events))
-    finally:
-        Mailbox.start = plain_start
-        for name, method in plain.items():
-            setattr(Pipeline, name, method)
     return result
 
 
@@ -629,15 +621,12 @@ def in_batches(cases):
         started.append(messages)
         plain(mail, messages)
 
-    Mailbox.start_together = start
-    try:
+    with patch.object(Mailbox, "start_together", start):
         found = []
         for name, m in cases:
             started.clear()
             pipeline = train_beside_the_reference(build(name, 4, m, v_of(name)), dist.group.WORLD, batched=True)
             found.append((list(started), [item for item in pipeline.program if isinstance(item, Message)]))
-    finally:
-        Mailbox.start_together = plain
     return found
 
 
@@ -657,15 +646,15 @@ def test_in_one_line_with_crossings_as_one_batch_both_ends_start_the_same_batche
         assert max(len(batch) for batch in by_rank[1][case][0]) >= 2, f"{name}: something crosses"
 
 
-def test_on_gloo_nothing_is_batched_unless_it_is_asked_for():
-    assert run_ranks(1, default_and_asked_for) == [(None, {})]
-
-
 def default_and_asked_for():
     schedule, x = build("1f1b", 1, 2), torch.ones(2, 4)
     stages = {(0, 0): nn.Identity()}
     made = [Pipeline(schedule, stages, dist.group.WORLD, loss=torch.sum, example=x, batched=b) for b in (None, True)]
     return tuple(pipeline.crossings for pipeline in made)
+
+
+def test_on_gloo_nothing_is_batched_unless_it_is_asked_for():
+    assert run_ranks(1, default_and_asked_for) == [(None, {})]
 
 
 def kept_messages(batched):
@@ -684,12 +673,9 @@ def kept_messages(batched):
         sends.append(max(map(len, mail.going.values()), default=0))
         plain["put"](mail, result, tensor)
 
-    Mailbox.start_early, Mailbox.put = start_early, put
-    try:
+    with patch.multiple(Mailbox, start_early=start_early, put=put):
         for name in ("afab", "1f1b"):
             run_sleepy(build(name, 2, 24), dist.group.WORLD, lambda _: (never,) * 3, batched=batched)
-    finally:
-        Mailbox.start_early, Mailbox.put = plain["start_early"], plain["put"]
     return max(sends), max(early), max(jumps)
 
 
@@ -773,19 +759,11 @@ HOW = ["a view of a larger tensor", "not contiguous", "the input", "a view of th
 def odd_outputs(how):
     for first, second in [(a, how[(i + k) % 5]) for i, a in enumerate(how) for k in (0, 2)]:
         for name in ("1f1b", "zb-h1"):
-            schedule, rank = build(name, 3, 3), dist.get_rank()
-            kinds = [first, second, "a view of a larger tensor"]
+            rank, kinds = dist.get_rank(), [first, second, "a view of a larger tensor"]
             whole = nn.Sequential(*map(Returns, kinds))
             x = torch.arange(24.0, dtype=DOUBLE).view(3, 2, 4)
             mine = Returns(kinds[rank])
-            pipeline = Pipeline(
-                schedule,
-                {(0, rank): mine},
-                dist.group.WORLD,
-                loss=lambda y, _: (y**2).sum(),
-                example=x[0].T.contiguous().T,
-            )
-            pipeline.step(list(x), [None] * 3)
+            one_step(build(name, 3, 3), {(0, rank): mine}, list(x), example=x[0].T.contiguous().T)
             sum((whole(part) ** 2).sum() for part in x).backward()
             got, want = mine.weight.grad, whole[rank].weight.grad
             if want is None and got is not None:  # a stage above ignores its input, so the gradient sent down is zero
@@ -829,12 +807,8 @@ def test_forward_only_gives_the_same_loss_and_keeps_nothing():
 
 
 def wrong_shape():
-    schedule, rank = build("1f1b", 2, 2), dist.get_rank()
-    module = nn.Linear(4, 3 if rank == 0 else 4)
-    pipeline = Pipeline(
-        schedule, {(0, rank): module}, dist.group.WORLD, loss=lambda y, _: y.sum(), example=torch.ones(2, 4)
-    )
-    pipeline.step([torch.ones(2, 4)] * 2, [None] * 2)
+    rank = dist.get_rank()
+    one_step(build("1f1b", 2, 2), {(0, rank): nn.Linear(4, 3 if rank == 0 else 4)}, torch.ones(2, 2, 4))
 
 
 def test_a_stage_of_the_wrong_shape_ends_all_ranks_in_one_line_that_names_the_rule():
@@ -880,13 +854,10 @@ def different_examples(examples):
         Pipeline(schedule, {(0, rank): nn.Identity()}, dist.group.WORLD, loss=torch.sum, example=examples[rank])
 
 
-@pytest.mark.parametrize("other", [torch.ones(2, 5), torch.ones(2, 4).double(), torch.ones(2, 4, 1)])
+@pytest.mark.parametrize("other", [torch.ones(2, 5), torch.ones(2, 4).half(), torch.ones(2, 4, 1)])
 def test_ranks_that_expect_different_tensors_find_out_at_once(other):
-    run_ranks(2, different_examples, [torch.ones(2, 4), other])
-
-
-def test_two_dtypes_of_equally_many_bytes_are_different():
-    run_ranks(2, different_examples, [torch.ones(2, 4).bfloat16(), torch.ones(2, 4).half()])
+    """Also two dtypes of equally many bytes."""
+    run_ranks(2, different_examples, [torch.ones(2, 4).bfloat16(), other])
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ def best_of_all(p, m, times, limit):
 
 
 CASES = [
-    (2, 3, Times(1, 1, 1), 2),
     (2, 3, Times(3, 4, 2, communication=1), 3),
     (2, 3, Times(2, 3, 3), 1),
     (2, 3, Times([1, 3], [2, 1], [3, 2], communication=2), 2),
@@ -119,7 +118,7 @@ def test_micro_batches_may_keep_their_order_on_every_rank():
 
 def test_the_heuristic_is_valid_and_keeps_its_memory_limit():
     rng = random.Random(0)
-    for _ in range(60):
+    for _ in range(30):
         p, m, limit = rng.randint(1, 6), rng.randint(1, 10), rng.randint(1, 12)
         times = Times(*([rng.randint(1, 6) for _ in range(p)] for _ in range(3)), communication=rng.randint(0, 2))
         schedule = automatic(p, m, times, limit)

@@ -47,19 +47,20 @@ SWEEP = list(
 )
 
 
-def assert_auto_is_not_beaten(cases):
-    """Returns in how many it is cheaper than all that were drawn by hand."""
-    cheaper = 0
-    for (f, b, w), p, rounds, communication, memory in cases:
-        m, times = p * rounds, Times(f, b, w, communication=communication)
-        limit = {"p": p, "p + 1": p + 1, "2p - 1": 2 * p - 1, "2p": 2 * p}[memory]
-        found = simulate(build("auto", p, m, times=times, limit=limit), times)
-        assert max(found.peak_activations) <= limit
-        by_hand = [simulate(build(name, p, m), times) for name in ("naive", "afab", "1f1b", "zb-h1", "zb-h2")]
-        least = min(each.cost for each in by_hand if max(each.peak_activations) <= limit)
-        assert found.cost <= least, f"{p} ranks, {m} micro-batches, {times}, limit {memory}: {found.cost}, not {least}"
-        cheaper += found.cost < least
-    return cheaper
+def auto_is_cheaper(p, m, v, times, limit, by_hand):
+    """Whether it is cheaper than all schedules drawn by hand that fit; none of them may be cheaper."""
+    found = simulate(build("auto", p, m, v, times=times, limit=limit), times)
+    assert max(found.peak_activations) <= limit
+    least = float("inf")
+    for name in by_hand:
+        try:
+            other = simulate(build(name, p, m, v), times)
+        except ScheduleError:
+            continue  # it takes other numbers of micro-batches
+        if max(other.peak_activations) <= limit:
+            least = min(least, other.cost)
+    assert found.cost <= least, f"{p} ranks, {m} micro-batches, {times}, limit {limit}: {found.cost}, not {least}"
+    return found.cost < least < float("inf")
 
 
 def test_auto_is_zb_h1_where_that_is_the_best():
@@ -71,7 +72,11 @@ def test_auto_is_zb_h1_where_that_is_the_best():
 @pytest.mark.prove
 def test_all_over_the_sweep_auto_is_never_dearer_than_what_was_drawn_by_hand_and_often_cheaper():
     assert len(SWEEP) == 1440
-    assert assert_auto_is_not_beaten(random.Random(1).sample(SWEEP, 360)) > 75
+    cheaper, by_hand = 0, ("naive", "afab", "1f1b", "zb-h1", "zb-h2")
+    for (f, b, w), p, rounds, communication, memory in random.Random(1).sample(SWEEP, 360):
+        limit = {"p": p, "p + 1": p + 1, "2p - 1": 2 * p - 1, "2p": 2 * p}[memory]
+        cheaper += auto_is_cheaper(p, p * rounds, 1, Times(f, b, w, communication=communication), limit, by_hand)
+    assert cheaper > 75
 
 
 def test_auto_may_hold_twice_the_ranks_unless_it_is_told_otherwise():
@@ -109,7 +114,7 @@ def test_the_bubble_of_afab_and_1f1b_is_p_minus_1_over_m_of_the_ideal_time():
 
 
 def test_the_bubble_of_interleaved_schedules_is_p_minus_1_over_v_m():
-    for name, p, v, rounds in product(LOOPED, RANKS, STAGES, (1, 2, 3)):
+    for name, p, v, rounds in product(LOOPED, (1, 2, 3, 5), (1, 2, 3), (1, 3)):
         timeline = simulate(build(name, p, rounds * p, v))
         assert timeline.bubble_ratio == (p - 1) / (v * rounds * p), f"{name} p={p} m={rounds * p} v={v}"
 
@@ -146,7 +151,7 @@ def test_zb_v_has_no_bubble_and_the_memory_of_1f1b():
 
 
 def test_the_bubble_of_dualpipe_holds_for_every_time_of_a_pair():
-    for p, (f, w) in product((2, 4, 6, 8), ((1, 1), (3, 1), (3, 2), (4, 4))):
+    for p, (f, w) in product((2, 4, 6), ((1, 1), (3, 1), (3, 2), (4, 4))):
         for pair in range(f + w, 2 * f + w + 1):  # from "the forward is free" to "nothing gained"
             times = Times(f, f, w, pair=pair)
             for m in (2 * p, 2 * p + 2, 4 * p):
@@ -274,7 +279,7 @@ def test_the_order_is_the_one_that_pytorch_runs(name):
                 assert schedule.actions[rank] == torch_lists(name, p, m, 2, rank), f"rank {rank} of {p}"
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe"])
 def test_two_swapped_actions_are_rejected_or_still_run_and_never_hang(name):
     rng = random.Random(name)
     v = 2 if name in LOOPED + FOLDED else 1

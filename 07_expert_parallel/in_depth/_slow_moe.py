@@ -7,6 +7,20 @@ from moe_layer import MoE, MoEConfig
 from torch import Tensor, nn
 
 
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def queue_by_queue(experts: list[list[int]], room: float, num_experts: int) -> list[list[bool]]:
+    """What finds room [T][K]: first choices before second ones, earlier tokens before later ones."""
+    left, kept = [room] * num_experts, [[False] * len(row) for row in experts]
+    for k in range(len(experts[0]) if experts else 0):
+        for t, row in enumerate(experts):
+            kept[t][k] = left[row[k]] > 0
+            left[row[k]] -= kept[t][k]
+    return kept
+
+
 def silu_expert(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
     gate = w1 @ x
     return w2 @ (gate * torch.sigmoid(gate) * (w3 @ x))
@@ -23,7 +37,7 @@ def chosen(scores: list[float], c: MoEConfig) -> list[int]:
 
 
 class SlowMoE(nn.Module):
-    """The layer with all experts; `extra`: balance loss and z-loss of the last call, `dropped`: its drops."""
+    """The layer with all experts; `extra`: balance loss and z-loss of the last call."""
 
     def __init__(self, c: MoEConfig):
         super().__init__()
@@ -36,7 +50,6 @@ class SlowMoE(nn.Module):
             self.shared_experts = whole.shared_experts
         self.counts = torch.zeros(c.experts, dtype=torch.int64)
         self.extra = torch.zeros(())
-        self.dropped = 0
 
     def forward(self, x: Tensor) -> Tensor:
         c = self.c
@@ -46,21 +59,15 @@ class SlowMoE(nn.Module):
         s = logits.sigmoid() if c.router == "sigmoid" else logits.exp() / logits.exp().sum(-1, keepdim=True)
         bias = c.bias_speed * self.steps
         picks = [chosen(row, c) for row in (s + bias).tolist()]
-        room = [math.inf if c.capacity is None else math.ceil(c.capacity * c.top_k * len(x) / c.experts)] * c.experts
-        kept = set()
-        for k in range(c.top_k):  # first choices before second choices
-            for t, experts in enumerate(picks):
-                if room[experts[k]] > 0:
-                    room[experts[k]] -= 1
-                    kept.add((t, k))
-        self.dropped = len(x) * c.top_k - len(kept)
+        room = math.inf if c.capacity is None else math.ceil(c.capacity * c.top_k * len(x) / c.experts)
+        kept = queue_by_queue(picks, room, c.experts)
         counts = torch.bincount(torch.tensor(picks).flatten(), minlength=c.experts)
         self.counts += counts
         rows = []
         for t, experts in enumerate(picks):
             y = torch.zeros_like(x[t])
             for k, e in enumerate(experts):
-                if (t, k) in kept:
+                if kept[t][k]:
                     w1, w3, w2 = (self.experts[name].weight[e] for name in ("w1", "w3", "w2"))
                     normalise = c.top_k > 1 if c.normalise is None else c.normalise
                     divisor = s[t, experts].sum() if normalise else 1.0

@@ -151,7 +151,7 @@ def test_outputs_and_every_gradient_equal_all_experts_on_all_tokens_however_unev
         check([r[case, version, compute] for r in results], case, SIZES[P], f"{version}, {compute}, {case}:")
 
 
-@pytest.mark.always("2")
+@pytest.mark.always("3")
 @pytest.mark.parametrize("P", [2, 3, 4])
 def test_bytes_sent_in_all_to_alls_equal_the_formula_from_the_routed_counts(P):
     results = results_of(P)
@@ -165,13 +165,6 @@ def test_bytes_sent_in_all_to_alls_equal_the_formula_from_the_routed_counts(P):
         for rank, result in enumerate(mine):
             want = bytes_sent(version, rows, rank, H, E, 8, 8)
             assert result["bytes"] == want, f"{version}, {case}, rank {rank}: {result['bytes']} bytes, not {want}"
-
-
-def test_dropped_tokens_do_not_travel():
-    [dropped, dropless] = (
-        [r[case, "pairs", "loop"]["bytes"] for r in results_of(2)] for case in ("capacity", "dropless")
-    )
-    assert sum(dropped) < sum(dropless)
 
 
 def test_one_process_without_a_group_sends_nothing():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _moe_demo import HostWaits
+from _slow_moe import queue_by_queue, random
 from expert_dispatch import dispatch_pairs, experts_loop, make_plan
 from fixed_dispatch import bytes_sent_fixed, dispatch_fixed, moe_fixed, slots_of
 from harness.meter import communication
@@ -23,10 +24,6 @@ SIZES = {1: [17], 2: [11, 6], 4: [6, 0, 9, 2]}  # tokens of each rank
 RUNS = [("softmax", 17), ("sigmoid", 17), ("softmax", 2), ("softmax", 1)]  # (router, slots); 17 drop nothing
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def leaves(sizes: list[int], rank: int) -> dict[str, Tensor]:
     P = len(sizes)
     whole = {"x": random(sum(sizes), H), "gate": random(E, H, seed=1)}
@@ -36,19 +33,9 @@ def leaves(sizes: list[int], rank: int) -> dict[str, Tensor]:
     return {n: v.clone().requires_grad_() for n, v in mine.items()}
 
 
-def queue_by_queue(experts: list[list[int]], C: int) -> list[list[bool]]:
-    """First choices before second ones, earlier tokens before later ones, C of each expert."""
-    room, kept = [C] * E, [[False] * K for _ in experts]
-    for k in range(K):
-        for t, row in enumerate(experts):
-            kept[t][k] = room[row[k]] > 0
-            room[row[k]] -= kept[t][k]
-    return kept
-
-
 def eager(x, gate, w1, w3, w2, C: int, group, router: str) -> tuple[Tensor, Tensor, Tensor]:
     routing = route(router_logits(x, gate), K, router)
-    kept = torch.tensor(queue_by_queue(routing.experts.tolist(), C), dtype=torch.bool).view(-1, K)
+    kept = torch.tensor(queue_by_queue(routing.experts.tolist(), C, E), dtype=torch.bool).view(-1, K)
     plan = make_plan("pairs", routing.experts, kept, E, group)
     y = dispatch_pairs(x, routing.weights, plan, partial(experts_loop, w1=w1, w3=w3, w2=w2), group)
     counts = group_sum(expert_counts(routing.experts, E), group)
@@ -111,7 +98,7 @@ def test_a_pair_gets_the_next_slot_of_its_expert_first_choices_first_and_the_dro
     many = route(random(40, E, seed=7), K).experts
     for C in (1, 3, 40):
         slots = slots_of(many, E, C)
-        assert (slots < E * C).tolist() == queue_by_queue(many.tolist(), C)
+        assert (slots < E * C).tolist() == queue_by_queue(many.tolist(), C, E)
         used = slots[slots < E * C]
         assert len(used.unique()) == len(used), "two pairs in one slot"
         assert torch.equal(used // C, many[slots < E * C]), "a pair in a slot of another expert"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _moe_demo import HostWaits
-from _slow_moe import SlowMoE
+from _slow_moe import SlowMoE, random
 from expert_dispatch import DISPATCH, RouterError
 from harness.meter import communication, saved_activations
 from harness.programs import refusal
@@ -36,10 +36,6 @@ CONFIGS = {
 SIZES = {1: [8], 2: [7, 1], 4: [2, 0, 5, 1]}  # tokens of each rank in a micro-batch
 EVEN = {P: [8 // P] * P for P in SIZES}  # as fixed shapes need them
 MICRO_BATCHES, STEPS = 2, 2
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def lively(layer: nn.Module, experts: int, rank: int = 0, P: int = 1) -> nn.Module:
@@ -77,15 +73,8 @@ def one_process(case: str) -> list[dict]:
             dx.append(x.grad)
         if c.bias_speed:
             slow.steps += torch.sign(slow.counts.double().mean() - slow.counts).long()
-        steps.append(
-            {
-                "gradients": gradients_of(slow),
-                "dx": dx[0],
-                "extra": extra,
-                "counts": slow.counts.clone(),
-                "steps": slow.steps.clone(),
-            }
-        )
+        step_of = {"gradients": gradients_of(slow), "dx": dx[0], "extra": extra}
+        steps.append(step_of | {"counts": slow.counts.clone(), "steps": slow.steps.clone()})
     return steps
 
 
@@ -108,16 +97,8 @@ def on_ranks(case: str, version: str, recompute: bool, group: dist.ProcessGroup 
                 dist.all_reduce(p.grad, group=group)
         losses = take_losses(layer, group)
         extra = c.balance * losses.get("balance", 0.0) + c.z * losses.get("z", 0.0)
-        counts = update_biases(layer, group)[0]
-        steps.append(
-            {
-                "gradients": gradients_of(layer),
-                "dx": dx[0],
-                "extra": extra,
-                "counts": counts,
-                "steps": layer.bias_steps.clone(),
-            }
-        )
+        step_of = {"gradients": gradients_of(layer), "dx": dx[0], "extra": extra}
+        steps.append(step_of | {"counts": update_biases(layer, group)[0], "steps": layer.bias_steps.clone()})
     return steps
 
 

@@ -414,6 +414,7 @@ def inside_chapter_04(sequence_parallel: bool) -> dict:
     return {name: value.abs().max().item() for name, value in got.items()}
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_layer_works_in_chapter_04s_llama_with_heads_and_tokens_over_a_tensor_group(sequence_parallel):
     for rank, sizes in enumerate(run_ranks(4, inside_chapter_04, sequence_parallel)):

@@ -8,6 +8,7 @@ import routing
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _slow_moe import queue_by_queue
 from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same
@@ -187,15 +188,8 @@ def test_shares_of_the_losses_add_up_to_those_of_one_process_however_uneven_the_
 # ------------------------------------------------------------------------------------------------------------ capacity
 
 
-def queue_by_queue(experts: list[list[int]], factor: float) -> list[list[bool]]:
-    room = [math.ceil(factor * len(experts[0]) * len(experts) / E)] * E
-    kept = [[False] * len(row) for row in experts]
-    for k in range(len(experts[0])):
-        for t, row in enumerate(experts):
-            if room[row[k]] > 0:
-                room[row[k]] -= 1
-                kept[t][k] = True
-    return kept
+def in_queues(experts: Tensor, factor: float) -> list[list[bool]]:
+    return queue_by_queue(experts.tolist(), math.ceil(factor * experts.numel() / E), E)
 
 
 def kept_on_ranks(sizes: list[int], factor: float) -> Tensor:
@@ -206,14 +200,14 @@ def kept_on_ranks(sizes: list[int], factor: float) -> Tensor:
 @pytest.mark.parametrize("factor", [0.3, 1.0, 8.0])
 def test_capacity_drops_second_choices_and_late_tokens_first(factor):
     experts = route(logits_of(37), 3).experts
-    assert within_capacity(experts, E, factor, None).tolist() == queue_by_queue(experts.tolist(), factor)
+    assert within_capacity(experts, E, factor, None).tolist() == in_queues(experts, factor)
     assert within_capacity(experts[:0], E, factor, None).shape == (0, 3)
 
 
 @pytest.mark.parametrize("sizes", [[37], [20, 17], [11, 0, 19, 7]])
 def test_capacity_drops_the_same_choices_on_ranks_as_in_one_process(sizes):
     for factor in (0.5, 1.0):
-        want = torch.tensor(queue_by_queue(route(logits_of(37), 3).experts.tolist(), factor))
+        want = torch.tensor(in_queues(route(logits_of(37), 3).experts, factor))
         got = run_ranks(len(sizes), kept_on_ranks, sizes, factor)
         for rank, (kept, mine) in enumerate(zip(got, want.split(sizes), strict=True)):
             assert torch.equal(kept, mine), f"rank {rank}: {(kept != mine).sum()} choices differ"

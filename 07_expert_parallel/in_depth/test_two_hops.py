@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import two_hops
 from _moe_demo import HostWaits, Wire
+from _slow_moe import random
 from expert_dispatch import Exchange, dispatch_rows, experts_loop, make_plan, reference
 from harness.meter import communication
 from harness.programs import refusal
@@ -33,10 +34,6 @@ from two_hops import (
 E, K, H, F_ = 16, 4, 12, 8
 SIZES = {1: [17], 2: [11, 6], 4: [6, 0, 9, 2]}  # tokens of each rank
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 2), (4, 2, 2), (4, 2, 1), (4, 4, 2)]  # ranks, nodes, nodes of a token
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def problem(tokens: int) -> dict[str, Tensor]:
@@ -118,13 +115,13 @@ def check(results: list[dict], sizes: list[int], nodes: int, M: int, what: str) 
     assert_same_named({"shared": total}, {"shared": want["shared"]}, 1e-11, what)
 
 
-@pytest.mark.always("2-2-2", "4-2-2", "4-2-1")
+@pytest.mark.always("4-2-2", "4-2-1")
 @pytest.mark.parametrize(("P", "nodes", "M"), LAYOUTS)
 def test_outputs_and_every_gradient_equal_all_experts_on_all_tokens_however_the_nodes_lie(P, nodes, M):
     check(results_of(P, nodes, M), SIZES[P], nodes, M, f"{P} ranks on {nodes} nodes, {M} of a token:")
 
 
-@pytest.mark.always("2-1-1", "4-2-2", "4-4-2")
+@pytest.mark.always("4-2-2", "4-4-2")
 @pytest.mark.parametrize(("P", "nodes", "M"), LAYOUTS)
 def test_bytes_over_the_slow_link_and_inside_the_node_equal_their_formulas(P, nodes, M):
     results = results_of(P, nodes, M)
@@ -163,16 +160,11 @@ def test_a_token_crosses_the_slow_link_once_for_each_node_that_it_needs_and_the_
 
 @pytest.mark.always("4-2-2")
 @pytest.mark.parametrize(("P", "nodes", "M"), LAYOUTS)
-def test_the_host_waits_once_in_each_hop(P, nodes, M):
-    for rank, result in enumerate(results_of(P, nodes, M)):
-        assert result["waits"] == ["tolist"] * 2, f"rank {rank}: {result['waits']}"
-
-
-@pytest.mark.always("4-2-2")
-@pytest.mark.parametrize(("P", "nodes", "M"), LAYOUTS)
 def test_the_shared_expert_is_computed_while_rows_travel_and_backward_while_their_gradients_do(P, nodes, M):
+    """The host waits once in each hop."""
     for rank, result in enumerate(results_of(P, nodes, M)):
         assert result["events"] == EVENTS, f"rank {rank}: {result['events']}"
+        assert result["waits"] == ["tolist"] * 2, f"rank {rank}: {result['waits']}"
 
 
 class Watched:
@@ -218,7 +210,7 @@ def test_torch_is_asked_to_send_without_waiting_and_waited_for_when_the_shared_e
 
 
 def test_rows_of_a_rank_that_is_late_are_waited_for_forward_and_backward():
-    check(run_ranks(2, in_the_world, SIZES[2], 2, 2, 0.3), SIZES[2], 2, 2, "the last rank is late:")
+    check(run_ranks(2, in_the_world, SIZES[2], 2, 2, 0.1), SIZES[2], 2, 2, "the last rank is late:")
 
 
 def two_slices() -> tuple[dict, list]:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,7 @@ from fpdt_costs import (
     record_forward,
 )
 from fpdt_store import CpuMachine, Race, Store, Watch
+from harness.attention import attention_results, random_qkv
 from harness.meter import communication, peak_memory
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
@@ -46,25 +48,17 @@ import context_ring
 import context_ulysses
 
 S, D = 64, 4
-HEADS = [(8, 8), (8, 2), (4, 1)]  # query heads, key/value heads
 NAMES = ("out", "dq", "dk", "dv")
 CPU = torch.device("cpu")
 
 
-def tensors(heads: tuple[int, int], B: int = 1, length: int = S, dtype=torch.float64, seed: int = 0) -> list[Tensor]:
-    """q, k, v and the weight of each output in the loss."""
-    make = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(B, length, n, D, generator=make, dtype=torch.float64).to(dtype)
-        for n in (*heads, heads[1], heads[0])
-    ]
+def tensors(heads: tuple[int, int], B: int = 1, length: int = S, dtype=torch.float64) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    return [x.to(dtype) for x in random_qkv(heads, length, D, batch=B, seed=0)]
 
 
-def gradients(attention, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, causal=True)
-    (out * weight).sum().backward()
-    return [out.detach(), q.grad, k.grad, v.grad]
+def gradients(attention, *given: Tensor) -> list[Tensor]:
+    return attention_results(attention, *given, causal=True)
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -78,47 +72,33 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 
 @cache
-def reference(heads: tuple[int, int], B: int = 1, seed: int = 0) -> list[Tensor]:
-    return gradients(written_out, *tensors(heads, B, seed=seed))
+def reference(heads: tuple[int, int], B: int) -> list[Tensor]:
+    return gradients(written_out, *tensors(heads, B))
 
 
 # ---------------------------------------------------------------------------------------------------- the one reference
 
-CASES = [(heads, u, 1) for heads in HEADS for u in (1, 2, 4, 8)] + [((8, 2), 4, 2), ((8, 8), 16, 1)]
+# query and key/value heads, chunks, batch; of 16 chunks a rank of 4 has one token
+CASES = [*(((8, 8), u, 1) for u in (1, 2, 4)), ((8, 2), 4, 2), ((4, 1), 16, 1)]
 
 
-def in_chunks(group, heads, u, B=1, kernel=None, seed=0) -> list[Tensor]:
-    mine = fpdt_positions(S, group.rank(), group.size(), u)
-    x = [t[:, mine] for t in tensors(heads, B, seed=seed)]
-    return gradients(fpdt_attention(group, u, Store(CpuMachine()), kernel), *x)
+def all_cases() -> list[list[Tensor]]:
+    group, found = dist.group.WORLD, []
+    for heads, u, B in CASES:
+        mine = fpdt_positions(S, group.rank(), group.size(), u)
+        attention = fpdt_attention(group, u, Store(CpuMachine()))
+        found.append(gradients(attention, *(x[:, mine] for x in tensors(heads, B))))
+    return found
 
 
-def all_cases(kernel_name: str) -> list[list[Tensor]]:
-    kernel = {"fused": None, "explicit": EXPLICIT}[kernel_name]
-    return [in_chunks(dist.group.WORLD, *case, kernel) for case in CASES]
-
-
-@pytest.mark.always("2-fused")
-@pytest.mark.parametrize(("ranks", "kernel"), [(1, "fused"), (1, "explicit"), (2, "fused"), (4, "fused")])
-def test_output_and_every_gradient_equal_dense_attention_for_any_chunks_ranks_and_heads(ranks, kernel):
-    for rank, cases in enumerate(run_ranks(ranks, all_cases, kernel)):
+@pytest.mark.always("2")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_output_and_every_gradient_equal_dense_attention_for_any_chunks_ranks_and_heads(ranks):
+    for rank, cases in enumerate(run_ranks(ranks, all_cases)):
         for (heads, u, B), got in zip(CASES, cases, strict=True):
             mine = fpdt_positions(S, rank, ranks, u)
             for name, x, want in zip(NAMES, got, reference(heads, B), strict=True):
                 assert_same(x, want[:, mine], what=f"{name}, {heads} heads in {u} chunks", rank=rank)
-
-
-def beside_ulysses() -> bool:
-    from context_ulysses import ulysses
-
-    group = dist.group.WORLD
-    x = [t.chunk(2, 1)[group.rank()] for t in tensors((8, 2))]
-    got = in_chunks(group, (8, 2), 1)
-    return all(error_between(a, b) < 1e-12 for a, b in zip(got, gradients(ulysses(group), *x), strict=True))
-
-
-def test_one_chunk_is_the_ulysses_of_chapter_5():
-    assert run_ranks(2, beside_ulysses) == [True, True]
 
 
 def test_chunk_i_of_all_ranks_is_a_contiguous_piece_and_every_token_has_one_rank():
@@ -153,13 +133,12 @@ def test_two_partial_softmaxes_merge_without_overflow_whatever_the_size_of_the_s
 def test_the_fused_kernel_gives_what_the_explicit_one_does():
     q, k, v, dout = tensors((2, 2), length=8)
     for causal in (True, False):
-        out, lse = EXPLICIT.forward(q, k, v, causal=causal)
-        for name, got, want in zip(("out", "lse"), FUSED.forward(q, k, v, causal=causal), (out, lse), strict=True):
-            assert_same(got, want, what=name)
-        given = (dout, q, k, v, out, lse)
-        pairs = zip(FUSED.backward(*given, causal=causal), EXPLICIT.backward(*given, causal=causal), strict=True)
-        for name, (got, want) in zip(NAMES[1:], pairs, strict=True):
-            assert_same(got, want, what=name)
+        given = EXPLICIT.forward(q, k, v, causal=causal)
+        want = (*given, *EXPLICIT.backward(dout, q, k, v, *given, causal=causal))
+        got = FUSED.forward(q, k, v, causal=causal)
+        got = (*got, *FUSED.backward(dout, q, k, v, *given, causal=causal))
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+            assert_same(x, y, what=name)
 
 
 def under_autocast() -> tuple[Tensor, Tensor]:
@@ -216,33 +195,6 @@ def test_the_computation_says_of_every_slot_that_it_touches_it():
     assert run_ranks(1, undeclared) == [set()]
 
 
-def derived_race(who: str, whom: str, backward_only: bool) -> str:
-    """Nothing is declared at all: what operators touch has to be enough."""
-    store = Store(CpuMachine() if backward_only else Forgetful(who, whom))
-    store.compute = lambda *what, **more: None  # type: ignore[method-assign]
-    q, k, v, weight = tensors((4, 2))
-    q.requires_grad_()
-    try:
-        with Watch(store.machine):
-            out = fpdt_attention(dist.group.WORLD, 4, store, EXPLICIT)(q, k, v, causal=True)
-        if backward_only:
-            forgetful = Forgetful(who, whom)
-            forgetful.clock, store.machine = store.machine.clock, forgetful
-        with Watch(store.machine):
-            out.backward(weight)
-    except Race as found:
-        return str(found)
-    return "no race"
-
-
-@pytest.mark.parametrize("backward_only", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(("who", "whom"), [("compute", "fetch"), ("fetch", "compute"), ("nobody", "")])
-def test_a_read_that_nobody_declares_is_a_race_if_it_does_not_wait(who, whom, backward_only):
-    [found] = run_ranks(1, derived_race, who, whom, backward_only)
-    assert (found == "no race") == (who == "nobody"), found
-    assert who != "compute" or found.startswith("aten."), f"no operator was found out, but: {found}"
-
-
 def test_what_chapter_5_has_too_has_the_same_name_and_takes_the_same():
     """`copy_kv_heads` has no namesake there any more."""
     for mine, theirs in (
@@ -261,14 +213,12 @@ def test_what_chapter_5_has_too_has_the_same_name_and_takes_the_same():
 
 def test_the_kernels_of_chapter_5_do_for_a_pair_of_chunks_what_those_of_here_do():
     """Not only the names: the order of dimensions, too. 5 keys and 3 queries would not fit in any other."""
-    q, dout, (k, v) = (*(tensors((2, 2), length=3, seed=n)[0] for n in (0, 1)), tensors((2, 2), length=5)[1:3])
-    given = (*explicit_forward(q, k, v, causal=False),)
-    for name, got, want in zip(
-        ("out", "lse"), given, context_ring.explicit_forward(q, k, v, causal=False), strict=True
-    ):
-        assert_same(got, want, what=name)
-    mine, theirs = (f(dout, q, k, v, *given, causal=False) for f in (explicit_backward, context_ring.explicit_backward))
-    for name, got, want in zip(NAMES[1:], mine, theirs, strict=True):
+    q, k, v, dout = random_qkv((2, 2), 3, D, kv_length=5)
+    given = explicit_forward(q, k, v, causal=False)
+    mine = (*given, *explicit_backward(dout, q, k, v, *given, causal=False))
+    theirs = context_ring.explicit_forward(q, k, v, causal=False)
+    theirs = (*theirs, *context_ring.explicit_backward(dout, q, k, v, *given, causal=False))
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), mine, theirs, strict=True):
         assert_same(got, want, what=name)
 
 
@@ -370,62 +320,59 @@ def test_what_no_later_chunk_asks_for_is_not_offloaded():
 # ------------------------------------------------------------------------------------------------------ who waits whom
 
 
-def operations(u: int, keep: bool) -> list:
+def operations(u: int) -> list:
     machine = CpuMachine(record=True)
     q, k, v, _ = tensors((4, 2))
     s, core = S // u, ChunkedAttention(dist.group.WORLD, u, Store(machine))
-    core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], lambda i, out: None, CPU, keep)
+    core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], lambda i, out: None, CPU, False)
     return machine.ops
 
 
 def test_the_recorded_schedule_is_the_one_whose_idle_time_is_known():
     for u in (1, 2, 3, 6):
         if S % u == 0:
-            got, want = alone(operations, u, False), record_forward(u)
+            got, want = alone(operations, u), record_forward(u)
             assert [(o.stream, o.name, o.after) for o in got] == [(o.stream, o.name, o.after) for o in want], u
 
 
-def test_the_fetch_of_the_next_chunk_is_issued_before_the_computation_of_this_one_ends():
-    ops = alone(operations, 4, True)
-    attends = [n for n, op in enumerate(ops) if op.name == "attend"]
-    fetches = [op for op in ops if op.stream == "fetch"][::2]  # k̂ of each pair
-    pairs = [(i, j) for i in range(4) for j in range(i)]
-    compute = [n for n, op in enumerate(ops) if op.stream == "compute"]
-    rank_of = {n: compute.index(n) for n in attends}
-    earlier = [n for i, n in zip([0, 1, 1, 2, 2, 2, 3, 3, 3, 3], attends, strict=True) if (i, n) != (0, attends[0])]
-    pair_ops = [n for n in earlier if ops[n].amount == 16 * 16]
-    assert len(pair_ops) == len(pairs) == len(fetches)
-    for n, fetch in enumerate(fetches[1:], 1):
-        this = rank_of[pair_ops[n - 1]]
-        assert fetch.after["compute"] <= this, f"fetch {n} waits for the computation it should run beside"
-        assert ops.index(fetch) < pair_ops[n], f"fetch {n} is issued too late"
-
-
-def race(who: str, whom: str, backward: bool) -> str:
-    u, s = 4, S // 4
-    q, k, v, dout = tensors((4, 2))
-    machine = CpuMachine() if backward else Forgetful(who, whom)
-    store = Store(machine)
-    core = ChunkedAttention(dist.group.WORLD, u, store)
+def race(who: str, whom: str, backward_only: bool, declared: bool) -> str:
+    """`declared`: the computation says what it touches. Else what operators touch has to be enough."""
+    store = Store(CpuMachine() if backward_only else Forgetful(who, whom))
+    watch = nullcontext if declared else Watch
+    if not declared:
+        store.compute = lambda *what, **more: None  # type: ignore[method-assign]
+    q, k, v, weight = tensors((4, 2))
+    q.requires_grad_()
     try:
-        kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], lambda i, out: None, CPU, True)
-        away = [store.offload(chunk) for chunk in dout.split(s, 1)]
-        if backward:
+        with watch(store.machine):
+            out = fpdt_attention(dist.group.WORLD, 4, store, EXPLICIT)(q, k, v, causal=True)
+        if backward_only:
             forgetful = Forgetful(who, whom)
-            forgetful.clock = machine.clock
-            store.machine = forgetful
-            core.backward(kept, away, lambda *grads: None, CPU)
+            forgetful.clock, store.machine = store.machine.clock, forgetful
+        with watch(store.machine):
+            out.backward(weight)
     except Race as found:
         return str(found)
     return "no race"
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+PASSES = pytest.mark.parametrize("backward_only", [False, True], ids=["forward", "backward"])
+
+
+@PASSES
+@pytest.mark.parametrize(("who", "whom"), [("compute", "fetch"), ("fetch", "compute"), ("nobody", "")])
+def test_a_read_that_nobody_declares_is_a_race_if_it_does_not_wait(who, whom, backward_only):
+    found = alone(race, who, whom, backward_only, False)
+    assert (found == "no race") == (who == "nobody"), found
+    assert who != "compute" or found.startswith("aten."), f"no operator was found out, but: {found}"
+
+
+@PASSES
 @pytest.mark.parametrize(
     ("who", "whom"), [("offload", "compute"), ("fetch", "offload"), ("compute", "fetch"), ("fetch", "compute")]
 )
-def test_a_missing_wait_is_a_race_in_the_real_loops_too(who, whom, backward):
-    assert "without waiting" in alone(race, who, whom, backward)
+def test_a_missing_wait_is_a_race_in_the_real_loops_too(who, whom, backward_only):
+    assert "without waiting" in alone(race, who, whom, backward_only, True)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -445,28 +392,22 @@ def test_sizes_that_do_not_fit_are_refused_with_a_remedy(sizes, line):
         check_sizes(*sizes)
 
 
-def not_causal() -> str:
-    q, k, v, _ = tensors((4, 2))
-    with pytest.raises(ValueError) as refusal:
-        fpdt_attention(dist.group.WORLD, 2, Store(CpuMachine()))(q, k, v, causal=False)
-    return str(refusal.value)
-
-
-def backward_twice() -> tuple[str, int]:
+def refusals() -> tuple[str, str, int]:
+    """Of attention without a causal mask, and of a second backward, whose buffers are others by then."""
     store = Store(CpuMachine())
     q, k, v, weight = tensors((2, 2))
     q.requires_grad_()
-    loss = (fpdt_attention(dist.group.WORLD, 4, store)(q, k, v, causal=True) * weight).sum()
+    attention = fpdt_attention(dist.group.WORLD, 4, store)
+    loss = (attention(q, k, v, causal=True) * weight).sum()
     loss.backward(retain_graph=True)
-    return error_from(RuntimeError, loss.backward), store.host_bytes
+    full = error_from(ValueError, attention, q, k, v, causal=False)
+    return full, error_from(RuntimeError, loss.backward), store.host_bytes
 
 
-def test_a_second_backward_is_refused_as_its_buffers_are_others_by_then():
-    assert alone(backward_twice) == ("backward through this attention a second time; run forward again", 0)
-
-
-def test_attention_without_a_causal_mask_is_refused():
-    assert "causal" in alone(not_causal)
+def test_attention_without_a_causal_mask_and_a_second_backward_are_refused():
+    full, again, left = alone(refusals)
+    assert "causal" in full
+    assert (again, left) == ("backward through this attention a second time; run forward again", 0)
 
 
 @pytest.mark.parametrize(
