@@ -1,13 +1,11 @@
 """flash_attention.py against the definition in float64, the kernels in depth and its own formulas; compiled for sm_90.
 
 Without a GPU the interpreter checks the arithmetic. What decides an exercise runs in another process and is compared
-here. As a script, in a process that compiles instead of interpreting, this file prints the resources of each kernel,
-which `compiled` reads.
+here. As a script, in a process that compiles instead of interpreting, this file prints the resources of each kernel.
 """
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -26,7 +24,7 @@ import flash_attention as script
 from _flash_verify import poisoned
 from _interpreted_bf16 import bfloat16
 from harness.meter import peak_memory, saved_activations
-from harness.programs import refusal
+from harness.programs import printed_json, refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 
@@ -441,18 +439,10 @@ def resources(capability: int, element: str, D: int) -> list[dict]:
     return found
 
 
-def compiled(*shapes: str) -> list[dict]:
-    """`resources` of each shape, from a process that compiles instead of interpreting."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, *shapes]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.prove
 def test_kernels_compile_for_sm_90_without_stack_or_tf32():
-    kernels = compiled("90 bf16 64", "90 bf16 128", "90 fp32 32", "90 fp64 32")
+    shapes = "90 bf16 64", "90 bf16 128", "90 fp32 32", "90 fp64 32"
+    kernels = printed_json(__file__, *shapes, TRITON_INTERPRET="0")
     assert len(kernels) == 3 + 3 + 5 + 5
     for kernel in kernels:
         assert kernel["spilled"] <= (0 if kernel["element"] == "bf16" else 8), kernel  # 8: in dkdv

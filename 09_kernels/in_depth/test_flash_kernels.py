@@ -2,10 +2,7 @@
 compiler makes of them for GPUs that need not be there."""
 
 import contextlib
-import json
 import math
-import os
-import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +26,7 @@ from flash_kernels import (
 )
 from flash_tiles import explicit_attention, step, tiled_backward, tiled_forward, torch_attention
 from harness.meter import peak_memory, saved_activations
+from harness.programs import printed_json
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 
@@ -457,11 +455,7 @@ def test_the_copy_engine_gets_addresses_and_strides_of_16_bytes_and_what_has_the
 
 def compiled(*wanted):
     """What `_flash_compile.py` says of each kernel, from a process that compiles instead of interpreting."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "_flash_compile.py", *wanted]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return printed_json(HERE / "_flash_compile.py", *wanted, TRITON_INTERPRET="0")
 
 
 def check_binary(kernel):

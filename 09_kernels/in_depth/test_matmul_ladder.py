@@ -1,9 +1,7 @@
 """The ladder against float64, predictions against counts, and the shim against kernels that are wrong on purpose."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _cuda import FORWARD, REVERSE, CudaError, Resources, call
-from harness.programs import refusal
+from harness.programs import printed_json, refusal
 from matmul_ladder import (
     GPUS,
     INTERPRETED,
@@ -29,9 +27,7 @@ from matmul_ladder import (
 HERE = Path(__file__).resolve().parent
 README = (HERE.parent / "README.md").read_text()
 DEVICE = "cpu" if INTERPRETED else "cuda"  # for Triton; the CUDA sources run on the CPU in these tests
-NVCC = pytest.mark.skipif(
-    not shutil.which("nvcc"), reason="nvcc is not on the PATH, so nothing can be compiled for a GPU"
-)
+NVCC = pytest.mark.skipif(not shutil.which("nvcc"), reason="without nvcc nothing can be compiled for a GPU")
 
 
 def dtype_of(rung):
@@ -305,14 +301,9 @@ def test_the_shared_loads_in_machine_code_are_those_that_the_readme_names(tmp_pa
 
 def machine_code(cubin):
     """The disassembled kernels in bf16, by name, and by which factors they read across."""
-    tool = (
-        Path(matmul_ladder.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    )  # triton brings it along
-    listing = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-    parts = listing.split("Function : ")[1:]
     names = [rung.name for rung in LADDER if rung.dtype == torch.bfloat16]
     found = {}
-    for part in parts:
+    for part in _cuda.functions(cubin):
         mangled = part.split("\n")[0]
         across = re.search(r"ILb([01])ELb([01])EE", mangled)
         variant = "".join(
@@ -323,7 +314,7 @@ def machine_code(cubin):
 
 
 COMPILE = """
-import triton
+import json, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import matmul_ladder
@@ -332,21 +323,18 @@ for arch, kind in ((80, "fp32"), (90, "fp32"), (90, "fp16")):
     types = [f"*{kind}"] * 3 + ["i32"] * 7 + ["constexpr"] * 3
     source = ASTSource(matmul_ladder.tiled_kernel, dict(zip(names, types)), {(10,): 64, (11,): 64, (12,): 32})
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-    print(arch, kind, built.metadata.shared, "tf32" in built.asm["ptx"], "mma" in built.asm["ptx"])
+    print(json.dumps([arch, kind, built.metadata.shared, "tf32" in built.asm["ptx"], "mma" in built.asm["ptx"]]))
 """
 
 
 @pytest.mark.prove
 def test_the_triton_rung_compiles_for_gpus_and_never_uses_tf32():
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(HERE)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr[-1500:]
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert [row[:2] for row in rows] == [["80", "fp32"], ["90", "fp32"], ["90", "fp16"]]
+    rows = printed_json("-c", COMPILE, TRITON_INTERPRET="0", PYTHONPATH=str(HERE))
+    assert [row[:2] for row in rows] == [[80, "fp32"], [90, "fp32"], [90, "fp16"]]
     for arch, kind, shared, tf32, tensor_cores in rows:
-        assert int(shared) <= 232448
-        assert tf32 == "False", f"on sm_{arch} the {kind} product is computed in TF32, with 10 bits of mantissa"
-        assert tensor_cores == str(kind == "fp16")
+        assert shared <= 232448
+        assert not tf32, f"on sm_{arch} the {kind} product is computed in TF32, with 10 bits of mantissa"
+        assert tensor_cores == (kind == "fp16")
 
 
 # ------------------------------------------------------------------------------------------------- the shim itself

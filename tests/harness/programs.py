@@ -10,6 +10,7 @@ it. It does not test the start of Python: PYTHONPATH and sitecustomize, or the i
 
 import inspect
 import io
+import json
 import multiprocessing
 import os
 import runpy
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from . import ranks
@@ -70,6 +72,17 @@ def _run(arguments: list[str], where: str, environment: dict[str, str], folder: 
     sys.argv[:] = arguments
     forget_modules(set())
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def printed_json(*words: str | Path, **environment: str) -> list[Any]:
+    """What `python WORDS` prints, a JSON value in each line, in an environment that differs in these variables.
+
+    With TRITON_INTERPRET="0" it compiles Triton's kernels, where this process may have begun to interpret them.
+    """
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run([sys.executable, *words], env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def refusal(main: Callable[[], object] | Path, options: str | Sequence[str] = "", world_size: int | str = 1) -> str:
