@@ -13,6 +13,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -112,6 +113,12 @@ def refusal(main: Callable[[], object] | Path, options: str | Sequence[str] = ""
     said = err.getvalue()
     assert said.startswith(f"{script.name}: ") and said.count("\n") == 1, f"{script.name} {words} says: {said}"
     return said.removeprefix(f"{script.name}: ").rstrip("\n")
+
+
+def assert_refused(words: str, call: Callable[..., object], *given: object, **options: object) -> None:
+    """The call raises a ValueError of one line in which the regular expression `words` is found."""
+    said = error_from(ValueError, call, *given, **options)
+    assert re.search(words, said) and "\n" not in said, f"{words!r} is not what it says: {said!r}"
 
 
 def error_from(kind: type[Exception], call: Callable[..., object], *given: object, **options: object) -> str:
