@@ -593,18 +593,15 @@ def test_an_old_gpu_is_refused_before_anything_is_built(monkeypatch):
     matmul_ladder.check_matmul(x, x, "mma_tiles")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--size", "3", "0", "4"], "--size 3 0 4: M, N and K must be at least 1"),
-        (["--resources", "sm_90a", "--rung", "naive"], "--resources compiles all rungs and ends; leave out --rung"),
-        (["--rung", "fastest"], "argument --rung: invalid choice: 'fastest'"),
-        (["--device", "cuda"], "--device cuda: PyTorch finds no GPU here; use --device cpu"),
-    ],
-)
-def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, message, monkeypatch):
+def test_a_wrong_option_is_one_line_and_exit_code_2(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert refusal(matmul_ladder.main, arguments).startswith(message)
+    for options, message in {
+        "--size 3 0 4": "--size 3 0 4: M, N and K must be at least 1",
+        "--resources sm_90a --rung naive": "--resources compiles all rungs and ends; leave out --rung",
+        "--rung fastest": "argument --rung: invalid choice: 'fastest'",
+        "--device cuda": "--device cuda: PyTorch finds no GPU here; use --device cpu",
+    }.items():
+        assert refusal(matmul_ladder.main, options).startswith(message)
 
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):
