@@ -7,9 +7,8 @@ here. As a script, in a process that compiles instead of interpreting, this file
 import json
 import math
 import re
-import subprocess
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -395,62 +394,33 @@ def test_wrong_option_is_one_line_that_names_it():
 # ------------------------------------------------------------------------------------------------------- compiled
 
 
-def resources(capability: int, element: str, D: int) -> list[dict]:
-    """Registers, bytes of stack and of shared memory of each kernel, and which instructions it is made of."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": F64}[element]
-    block_m, block_n = script.block_sizes(torch.empty(1, D, dtype=dtype, device="meta"))
-    wide, found = "fp64" if element == "fp64" else "fp32", []
-    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    kernels = [
-        (script.forward_kernel, "q k v out LSE"),
-        (script.dq_kernel, "q k v out dout LSE DELTA dq"),
-        (script.dkdv_kernel, "q k v dout LSE DELTA dk dv"),
-    ]
-    if element[2:] != "16":
-        kernels += [(script.softmax_kernel, "x y"), (script.online_softmax_kernel, "x y")]
-    for kernel, words in kernels:
-        types = {f"{word.lower()}_ptr": f"*{wide if word.isupper() else element}" for word in words.split()}
-        addresses = len(types)
-        constants = dict(CAUSAL=True, BLOCK_M=block_m, BLOCK_N=block_n, HEAD_DIM=D)
-        if addresses == 2:
-            constants = {"BLOCK": 1024}
-        rest = kernel.arg_names[addresses:]
-        types |= {name: "constexpr" if name in constants else "i32" for name in rest}
-        where = {(list(types).index(name),): value for name, value in constants.items()}
-        source = ASTSource(kernel, types, where, {(at,): [["tt.divisibility", 16]] for at in range(addresses)})
-        options = dict(num_warps=8 if dtype.itemsize == 2 else 4)
-        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(built.asm["cubin"])
-            usage = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-        ptx = built.asm["ptx"]
-        about = dict(kernel=kernel.__name__, element=element, D=D, registers=numbers["REG"], warps=options["num_warps"])
-        about |= dict(spilled=numbers["STACK"] + numbers["LOCAL"], shared=built.metadata.shared, tf32="tf32" in ptx)
-        found.append(about | dict(wgmma="wgmma.mma_async" in ptx))
-    return found
+def launch(dtype: torch.dtype, D: int) -> None:
+    """Every kernel that takes numbers of this dtype."""
+    q, k, v, dout = inputs(1, 33, 6, 3, D, dtype)
+    results(flash(True), q, k, v, dout)
+    if dtype.itemsize > 2:
+        for block in (None, 1024):
+            script.softmax(torch.ones(2, 1000, dtype=dtype), block)
 
 
 @pytest.mark.prove
 def test_kernels_compile_for_sm_90_without_stack_or_tf32():
-    shapes = "90 bf16 64", "90 bf16 128", "90 fp32 32", "90 fp64 32"
-    kernels = printed_json(__file__, *shapes, TRITON_INTERPRET="0")
+    kernels = printed_json(__file__, "bfloat16 64", "bfloat16 128", "float32 32", "float64 32", TRITON_INTERPRET="0")
     assert len(kernels) == 3 + 3 + 5 + 5
     for kernel in kernels:
-        assert kernel["spilled"] <= (0 if kernel["element"] == "bf16" else 8), kernel  # 8: in dkdv
-        assert kernel["shared"] <= 227 * 1024 and kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
-        assert kernel["wgmma"] == (kernel["element"] == "bf16"), kernel
+        narrow = kernel["dtypes"][0] == "bfloat16"
+        assert kernel["stack"] + kernel["local"] <= (0 if narrow else 8), kernel  # 8: in dkdv
+        assert kernel["shared_memory"] <= 227 * 1024 and kernel["reg"] * kernel["warps"] * 32 <= 65536, kernel
+        assert kernel["wgmma"] == narrow, kernel
         assert not kernel["tf32"], kernel
 
 
 if __name__ == "__main__":
+    from _fused_compile import compile_calls
+
     with script.count_traffic() as nothing:  # a GPU's way through the script, as far as it goes without one
         script.run_attention(script.dense_attention, *inputs(1, 4, 2, 1, 16))
     assert nothing == [None]
-    for shape in sys.argv[1:]:
-        capability, element, D = shape.split()
-        for line in resources(int(capability), element, int(D)):
-            print(json.dumps(line))
+    for dtype, D in (shape.split() for shape in sys.argv[1:]):
+        for row in compile_calls(partial(launch, getattr(torch, dtype), int(D)), [90]):
+            print(json.dumps(row))
