@@ -23,6 +23,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 HERE = Path(__file__).resolve().parent
 E4M3 = torch.float8_e4m3fn
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # infinity / infinity
 on_cpu = pytest.mark.skipif(not INTERPRETED, reason="Triton compiles here, and these tensors are on the CPU")
 
 
