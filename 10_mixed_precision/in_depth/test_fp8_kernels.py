@@ -19,7 +19,7 @@ from harness.meter import saved_activations
 from harness.programs import printed_json
 from harness.reference import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime.interpreter import interpreter_builder
 
 HERE = Path(__file__).resolve().parent
 E4M3 = torch.float8_e4m3fn
@@ -131,20 +131,20 @@ def test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_want
 def test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows():
     """Counted by the interpreter itself."""
     moved = {"read": 0, "written": 0, "joined": 0}
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-    atomic = InterpreterBuilder.create_atomic_rmw
+    load, store = interpreter_builder.create_masked_load, interpreter_builder.create_masked_store
+    atomic = interpreter_builder.create_atomic_rmw
 
-    def counted_load(self, ptrs, mask, *more):
+    def counted_load(ptrs, mask, *more):
         moved["read"] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
-        return load(self, ptrs, mask, *more)
+        return load(ptrs, mask, *more)
 
-    def counted_store(self, ptrs, value, mask, *more):
+    def counted_store(ptrs, value, mask, *more):
         moved["written"] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
-        return store(self, ptrs, value, mask, *more)
+        return store(ptrs, value, mask, *more)
 
-    def counted_atomic(self, op, ptr, value, mask, *more):
+    def counted_atomic(op, ptr, value, mask, *more):
         moved["joined"] += int(mask.data.sum()) * 4
-        return atomic(self, op, ptr, value, mask, *more)
+        return atomic(op, ptr, value, mask, *more)
 
     counted = dict(create_masked_load=counted_load, create_masked_store=counted_store, create_atomic_rmw=counted_atomic)
     x, found = numbers(256, 384).clamp(-6e4, 6e4).half(), {}
@@ -156,7 +156,7 @@ def test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows():
         ("both, a scale of steps before", lambda: k.cast(x, E4M3, torch.ones(1, 1), torch.zeros(1, 1))),
     ):
         moved.update(read=0, written=0, joined=0)
-        with patch.multiple(InterpreterBuilder, **counted):
+        with patch.multiple(interpreter_builder, **counted):
             run()
         found[name] = [*moved.values()]
     elements, tiles = 256 * 384, (2, 3)  # pieces down and across
