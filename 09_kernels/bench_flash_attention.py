@@ -24,15 +24,14 @@ import torch.nn.functional as F
 from _bench_options import bench_options
 from _flash_launch import Tiles
 from _flash_verify import Yardstick, poisoned
+from bench_fused import Traffic
 from flash_kernels import Plan, flash_attention, triton_backward, triton_forward
 from harness import predictions
-from harness.ceilings import Table, paired_seconds
+from harness.ceilings import Table, paired_seconds, quotient
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import saved_activations
 from harness.report import ratio_of, write_result
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 INTERPRETED = script.INTERPRETED.value
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,27 +60,11 @@ def verify() -> None:
 # ----------------------------------------------------------------------------------------------------------- bytes
 
 
-class Operations(TorchDispatchMode):
-    """Counts the bytes that PyTorch's operations read and write, as if there were no cache. Views move nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        read, written = ([x for x in tree_leaves(y) if isinstance(x, Tensor)] for y in ((args, kwargs), result))
-        storages = {x.untyped_storage().data_ptr() for x in read}
-        if func._schema.is_mutable or any(x.untyped_storage().data_ptr() not in storages for x in written):
-            self.bytes += sum(x.nbytes for x in [*read, *written])
-        return result
-
-
 def dense_bytes(given: list[Tensor]) -> list[int]:
     q, k, v = (x.detach().requires_grad_() for x in given[:3])
-    with Operations() as forward, saved_activations() as saved:
+    with Traffic() as forward, saved_activations() as saved:
         out = script.dense_attention(q, k, v)
-    with Operations() as backward:
+    with Traffic() as backward:
         torch.autograd.grad(out, (q, k, v), given[3])
     return [forward.bytes, backward.bytes, saved.bytes]
 
@@ -344,15 +327,10 @@ def time_on_gpu(folder: Path | None) -> None:
             forward[name] = partial(attention, q, k, v, causal=causal)
             out = forward[name]()
             backward[name] = partial(torch.autograd.grad, out, (q, k, v), given[3], retain_graph=True)
-        for which, kernels, calls in zip(
-            ("forward", "backward"), (["forward"], ["dq", "dkdv"]), (forward, backward), strict=True
-        ):
+        for which, kernels, calls in (("forward", ["forward"], forward), ("backward", ["dq", "dkdv"], backward)):
             times = paired_seconds(torch.device(DEVICE), calls, 2 if INTERPRETED else 20)
             mine = ratio_of(times["mine"])
-            fast = [
-                ratio_of([b / a for a, b in zip(times["mine"], times[other], strict=True)])
-                for other in ("sdpa", "depth")
-            ]
+            fast = [quotient(times[other], times["mine"]) for other in ("sdpa", "depth")]
             parts = [predictions.attention(gpu, f"ground {x}", B, length, heads, D, causal) for x in kernels]
             cells = predictions.cells(None if None in parts else sum(parts), mine.median)
             table.add(which, shape, ratio_of([1e3 * x for x in times["mine"]]), *fast, *cells)

@@ -33,7 +33,7 @@ from _bench_options import bench_options
 from _cuda import FORWARD, REVERSE, call, multiplying_loop, racing
 from _plain_cuda import for_cpu
 from harness import predictions
-from harness.ceilings import Table, device_here, paired_seconds
+from harness.ceilings import Table, device_here, paired_seconds, quotient
 from harness.figures import COLOURS, GREY, write_figure
 from harness.report import ratio_of, write_result
 
@@ -270,7 +270,7 @@ def time_on_gpu(dry: bool, folder: Path | None, limit: float) -> None:
             wrong.append(f"{kernel} at {size} cubed: its last call has another result than its first")
             continue
         took, beside = (ratio_of(seconds[name]).median for name in ("ours", "theirs"))
-        pairs = ratio_of([b / a for a, b in zip(*seconds.values(), strict=True)])
+        pairs = quotient(seconds["theirs"], seconds["ours"])
         cells = predictions.cells(predictions.ladder(gpu, kernel, size, size, size), took)
         rates = (2e-12 * size**3 / each for each in (took, beside))
         table.add(kernel, *rates, pairs, *cells, predictions.refuted(kernel))

@@ -58,7 +58,7 @@ def test_every_bit_pattern_has_the_value_of_torch(name):
     assert [got[i].item() for i in (1, 77)] == [DEPTH[name].value(1), DEPTH[name].value(77)]
 
 
-@pytest.mark.parametrize("fmt", [(3, 4, True), (4, 3, True), (6, 9, True), (2, 3, False)])
+@pytest.mark.parametrize("fmt", [(3, 4, True), (4, 3, True), (6, 7, True), (2, 3, False)])
 def test_bit_patterns_of_formats_that_torch_lacks_have_their_values(fmt):
     """By fractions of integers, with no table and no dtype of torch."""
     exp_bits, man_bits, has_inf = fmt
@@ -136,7 +136,7 @@ def runs(name: str, ranks: tuple[int, ...]) -> list[mp.Run]:
     return [run for run in run_ranks(max(ranks) + 1, train_in, name, list(ranks)) if run]
 
 
-@pytest.mark.always("ranks2")
+@pytest.mark.always("ranks4")
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 2, 3), (1, 3), (0, 1, 2)])
 def test_three_steps_match_reference(ranks):
     for rank, run in enumerate(runs("fp64", ranks)):
@@ -237,7 +237,7 @@ def one_rank_overflows(ranks: list[int], value: float) -> tuple | None:
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("ranks", [[0, 1], [1, 3, 0]])
 def test_all_ranks_of_the_group_learn_of_an_overflow(ranks, value):
-    for rank, answer in enumerate(run_ranks(4, one_rank_overflows, ranks, value)):
+    for rank, answer in enumerate(run_ranks(max(ranks) + 1, one_rank_overflows, ranks, value)):
         told = (True, [("all_reduce", True)]) if rank in ranks else None
         assert answer == told, f"{value} on rank {rank}: found_inf and messages (of 4 bytes) {answer}, not {told}"
     assert [found for found, _ in run_ranks(2, one_rank_overflows, [0, 1], 65504.0)] == [False, False]
@@ -330,7 +330,7 @@ def test_a_step_leaves_nothing_to_the_next_one_and_a_skipped_step_nothing_at_all
 
 
 def test_master_weights_start_with_all_their_digits_and_arrive():
-    run = train("bf16-master")
+    [run] = runs("bf16-master", (0,))
     assert_same(run.weights[0], mp.flatten(build_model().parameters()), 1e-7, "master")
     assert ((run.weights.diff(dim=0) == 0)[run.grads != 0]).double().mean() < 1e-3
 
@@ -429,7 +429,8 @@ def test_the_check_fails_on_an_error_and_on_nan(what, value, monkeypatch, capsys
 
 
 def test_an_update_that_is_taken_back_counts_as_lost():
-    run = train("bf16-master")
+    [run] = runs("bf16-master", (0,))
+    run = run._replace(weights=run.weights.clone())
     before, after = run.weights[-2:, ::2]
     after += 0.999 * (before - after)  # the last update of every other weight: all but a thousandth of it
     assert bench.shares(run, reference())[1] == pytest.approx(1 / 6, abs=0.01), (

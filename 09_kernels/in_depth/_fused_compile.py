@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 ARCHITECTURES = (80, 90)
-POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
+POINTERS[torch.int64] = "*i64"
 
 
 def type_of(value: Any) -> str:
@@ -59,11 +61,12 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
 
 
-def compile_calls(calls: Any) -> list[dict[str, Any]]:
+def compile_calls(calls: Any, architectures: Sequence[int] = ARCHITECTURES) -> list[dict[str, Any]]:
     """One record for each distinct kernel that `calls()` launches and each architecture."""
     launched: dict[str, tuple[JITFunction, tuple, dict]] = {}
 
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        args += tuple(options.pop(name) for name in kernel.arg_names[len(args) :])
         key = " ".join([kernel.fn.__name__, *(str(getattr(a, "dtype", a)) for a in args), str(options)])
         launched.setdefault(key, (kernel, args, options))
 
@@ -75,7 +78,7 @@ def compile_calls(calls: Any) -> list[dict[str, Any]]:
         JITFunction.run = original
     records = []
     for kernel, args, options in launched.values():
-        for architecture in ARCHITECTURES:
+        for architecture in architectures:
             target = GPUTarget("cuda", architecture, 32)
             compiled = triton.compile(source_of(kernel, args), target=target, options=options)
             ptx = compiled.asm["ptx"]
@@ -88,6 +91,8 @@ def compile_calls(calls: Any) -> list[dict[str, Any]]:
                     "constants": [a for a in args if type(a) is int],
                     "warps": compiled.metadata.num_warps,
                     "shared_memory": compiled.metadata.shared,
+                    "tf32": "tf32" in ptx,
+                    "wgmma": "wgmma.mma_async" in ptx,
                     "loads_of_16_bytes": len(re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", ptx)),
                     "products_of_32_bits": len(re.findall(r"arith\.muli .*: (?:i32|tensor<\S*xi32>)", ttir)),
                     **resources(compiled.asm["cubin"]),

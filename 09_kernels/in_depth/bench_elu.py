@@ -23,8 +23,8 @@ from _bench_options import bench_options
 from _cuda import call
 from elu import VERSIONS, elu, errors
 from harness import predictions
-from harness.ceilings import Table, device_here, paired_seconds
-from harness.report import Ratio, paired, ratio_of, write_result
+from harness.ceilings import Table, device_here, paired_seconds, quotient
+from harness.report import paired, ratio_of, write_result
 from torch import Tensor
 
 ALPHA = 1.3
@@ -137,11 +137,6 @@ def diverged_exactly(x: Tensor, by_warp: int) -> Callable[[slice], Tensor]:
     return want
 
 
-def times(seconds: list[float], others: list[float]) -> Ratio:
-    """Time of the others over this one, pair by pair."""
-    return ratio_of([theirs / ours for ours, theirs in zip(seconds, others, strict=True)])
-
-
 def time_all(dry: bool, folder: Path | None, limit: float) -> None:
     end = time.monotonic() + limit
     device, n, gpu, repeats = device_here(), 4096 if dry else 2**27, predictions.here(), 2 if dry else 30
@@ -192,8 +187,8 @@ def time_all(dry: bool, folder: Path | None, limit: float) -> None:
         }
         took = paired_seconds(device, runs, repeats)
         forward, backward = (ratio_of(took[name]).median for name in ("forward", "backward"))
-        shares = times(took["forward"], took["copy"]), times(took["backward"], [1.5 * s for s in took["copy"]])
-        beside = times(took["forward"], took["F.elu"]), times(took["backward"], took["F.elu's"])
+        shares = quotient(took["copy"], took["forward"]), quotient([1.5 * s for s in took["copy"]], took["backward"])
+        beside = quotient(took["F.elu"], took["forward"]), quotient(took["F.elu's"], took["backward"])
         expected = predictions.moved(gpu, 20 * n, 2) if version != "eager" else None
         cells = predictions.cells(expected, forward + backward)
         table.add(version, forward * 1e3, shares[0], beside[0], backward * 1e3, shares[1], beside[1], *cells)
@@ -225,11 +220,11 @@ def time_all(dry: bool, folder: Path | None, limit: float) -> None:
         issued = predictions.START + IN_ONE * n / 32 / (4 * gpu.clocks)
         expected = (predictions.moved(gpu, 28 * n, 3) or 0.0) / max(predictions.moved(gpu, 8 * n) or 0.0, issued)
     took = paired_seconds(device, {name: lambda f=f: f(fields, bias) for name, f in gelus.items()}, repeats)
-    fusion.add("bias + GELU in three kernels", "in one", times(took["in one"], took["in three"]), expected)
+    fusion.add("bias + GELU in three kernels", "in one", quotient(took["in three"], took["in one"]), expected)
     ways = {w: lambda w=w: call("elu.cu", "run_diverge", n, w, x, out) for w in (0, 1)}
     took = paired_seconds(device, {str(w): way for w, way in ways.items()}, repeats)
     paths = (2 * FMAS + BESIDE) / (FMAS + BESIDE)
-    fusion.add("lanes of a warp disagree", "whole warps disagree", times(took["1"], took["0"]), paths)
+    fusion.add("lanes of a warp disagree", "whole warps disagree", quotient(took["0"], took["1"]), paths)
 
 
 def main() -> None:

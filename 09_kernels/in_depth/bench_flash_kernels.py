@@ -36,7 +36,7 @@ from flash_kernels import TRITON, triton_backward, triton_forward
 from flash_tiles import Version, explicit_attention, step, torch_attention
 from flash_tiles import error as error_of
 from harness import predictions
-from harness.ceilings import Table, device_here, paired_seconds
+from harness.ceilings import Table, device_here, paired_seconds, quotient
 from harness.report import ROOT, Ratio, ratio_of, write_result
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -148,9 +148,7 @@ def in_turns(runs: dict[str, Callable[[], object]], repeats: int = 20) -> Times:
 
 def as_fast(times: Times, this: str, other: str) -> Ratio | str:
     """The speed of `this` over the speed of the other."""
-    if other not in times:
-        return "n/a"
-    return ratio_of([b / a for a, b in zip(times[this], times[other], strict=True)])
+    return quotient(times[other], times[this]) if other in times else "n/a"
 
 
 def milliseconds(times: Times, name: str) -> Ratio:

@@ -30,7 +30,7 @@ import matmul_ladder as ladder
 import torch
 from _bench_options import bench_options
 from harness import predictions
-from harness.ceilings import Table, copy_bandwidth, device_here, paired_seconds, timer
+from harness.ceilings import Table, copy_bandwidth, device_here, paired_seconds, quotient, timer
 from harness.figures import COLOURS, GREY, write_figure
 from harness.report import ratio_of, write_result
 from matmul_ladder import GPUS, LADDER, RUNGS, TRITON, check_matmul, occupancy, rms_error, verify, within
@@ -447,7 +447,7 @@ def time_ladder(dry: bool, folder: Path | None, limit: float) -> None:
             continue
         ours, cublas = rows["rung"], rows["cuBLAS"]
         took, theirs = ratio_of(ours).median, ratio_of(cublas).median
-        pairs = ratio_of([c / r for r, c in zip(ours, cublas, strict=True)])
+        pairs = quotient(cublas, ours)
         work = 2e-12 * shape[0] * shape[1] * shape[2]
         expected = predictions.cells(predictions.ladder(gpu, name, *shape), took)
         table.add(*cells, work / took, work / theirs, pairs, *expected, predictions.refuted(name))

@@ -43,7 +43,7 @@ from fp8_matmul import (
     resources,
 )
 from harness import predictions
-from harness.ceilings import Table, device_here, paired_seconds
+from harness.ceilings import Table, device_here, paired_seconds, quotient
 from harness.report import ratio_of, write_result
 
 SHAPES = ((8192, 8192, 8192), (4096, 7168, 2048), (4096, 4096, 4096), (1000, 3000, 4096))  # M, N, K
@@ -133,10 +133,7 @@ def time_on_gpu(device: str, dry: bool, out: Path | None, limit: float) -> None:
         if not torch.equal(first, ours()):
             sys.exit(f"bench_fp8_matmul.py: {shape}: its last call has another result than its first")
         took = ratio_of(seconds["ours"]).median
-        triton, bf16 = (
-            ratio_of([theirs / mine for mine, theirs in zip(seconds["ours"], seconds[name], strict=True)])
-            for name in ("Triton", "bf16")
-        )
+        triton, bf16 = (quotient(seconds[name], seconds["ours"]) for name in ("Triton", "bf16"))
         predicted = predictions.ladder(gpu, "fp8_product", M, N, K)
         rate = f"{2 * M * N * K / took / 1e12:.0f}"
         table.add(shape, took * 1e3, rate, triton, bf16, *predictions.cells(predicted, took))

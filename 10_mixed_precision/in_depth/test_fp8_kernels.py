@@ -1,69 +1,40 @@
-"""The Triton kernels against fp8.py, in Triton's interpreter; and compiled for sm_90, which needs no GPU.
-
-Triton decides when it is imported whether it interprets or compiles, and other tests have imported it by now. So all
-cases run in one process of their own, started once, and each test looks at what happened to its case.
-"""
+"""The Triton kernels against fp8.py, in Triton's interpreter; and compiled for sm_90, which needs no GPU."""
 
 import contextlib
 import functools
 import io
-import json
 import os
-import subprocess
 import sys
-import traceback
 from pathlib import Path
+from unittest.mock import patch
 
+import _cuda_build  # noqa: F401  which finds chapter 09
+import fp8_kernels as k
 import pytest
+import torch
+from _interpreter import INTERPRETED
+from formats import FORMATS
+from fp8 import RECIPES, Fp8Linear
+from harness.meter import saved_activations
+from harness.programs import printed_json
+from harness.reference import assert_same
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import interpreter_builder
 
 HERE = Path(__file__).resolve().parent
-
-
-def run_in(mode: str, cases: list[str]) -> dict[str, str]:
-    """Results of the cases, "" or a traceback. "interpret"; "stand-in", the same on a GPU that is none; "compile"."""
-    environment = os.environ | {"TRITON_INTERPRET": "0" if mode == "compile" else "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", f"import test_fp8_kernels as t; t.run_cases({cases})"]
-    paths = [str(HERE), str(HERE.parents[1] / "tests"), environment.get("PYTHONPATH", "")]
-    if mode == "stand-in":
-        environment |= {"FAKE_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        paths.insert(0, str(HERE.parents[1] / "tests" / "fake_device"))
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def run_cases(cases: list[str]) -> None:
-    results = {}
-    for name in cases:
-        try:
-            results[name] = globals()[name]() or ""
-        except Exception as error:  # one case, of which its test then tells
-            results[name] = "".join(traceback.format_exception(error))
-    print(json.dumps(results))
-
-
-@pytest.fixture(scope="module")
-def interpreted(request):
-    asked = {item.name for item in request.session.items}
-    results = run_in("interpret", [case for test, case in CASES.items() if test in asked])
-    return {test: results[case] for test, case in CASES.items() if test in asked}
-
-
-# ------------------------------------------------------------------------------------------------------------- cases
+E4M3 = torch.float8_e4m3fn
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # infinity / infinity
+on_cpu = pytest.mark.skipif(not INTERPRETED, reason="Triton compiles here, and these tensors are on the CPU")
 
 
 def numbers(rows: int, columns: int, seed: int = 0):
-    import torch
-
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     return x * torch.logspace(-4, 3, rows)[:, None] * torch.logspace(-2, 2, columns)
 
 
-def interpret_amax() -> None:
-    import fp8_kernels as k
-    import torch
-
+@pytest.mark.prove
+@on_cpu
+def test_the_kernel_finds_the_largest_element_and_calls_nan_infinite():
     for shape in ((3, 5), (100, 257)):
         x = numbers(*shape)
         assert k.amax(x).item() == x.abs().max().item()
@@ -74,12 +45,9 @@ def interpret_amax() -> None:
             assert k.amax(x).item() == torch.inf, f"{bad} was passed over"
 
 
-def interpret_quantize() -> None:
-    import fp8_kernels as k
-    import torch
-    from formats import FORMATS
-
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+@on_cpu
+def test_scales_and_values_of_the_kernel_are_those_of_the_recipe():
+    for dtype in (E4M3, torch.float8_e5m2):
         for block in k.MODES:
             x = numbers(200, 300)
             x[:128, 128:256] = 0  # a piece of zeros
@@ -87,56 +55,48 @@ def interpret_quantize() -> None:
             assert got.block == block and torch.equal(got.scale, want.scale), f"scales of {block}"
             assert torch.equal(got.values.float(), want.values.float()), f"values of {block} in {dtype}"
     # Ties go to the even neighbour; subnormals, and what rounds up into the next power of two.
-    e4m3 = FORMATS["e4m3"]
     x = torch.tensor([[124.1, 1.0625, 1.1875, 2**-10, 3 * 2**-10, 1e-9, -124.1, 448.0]]).repeat(16, 16)
-    got, turned = (q.values for q in k.cast(x, torch.float8_e4m3fn, torch.tensor([[448.0]])))
-    assert torch.equal(got.double(), e4m3.round(x)), (got.double() - e4m3.round(x)).abs().max()
+    got, turned = (q.values for q in k.cast(x, E4M3, torch.tensor([[448.0]])))
+    rounded = FORMATS["e4m3"].round(x)
+    assert torch.equal(got.double(), rounded), (got.double() - rounded).abs().max()
     assert torch.equal(got.double(), turned.double()) and turned.T.is_contiguous()
 
 
-def interpret_saturation() -> None:
-    import fp8_kernels as k
-    import torch
-
+@on_cpu
+def test_a_given_scale_that_is_too_small_saturates():
     x = torch.tensor([[1.0, -1000.0, 3.0, 500.0]]).repeat(4, 8)
-    for got in k.cast(x, torch.float8_e4m3fn, torch.tensor([[2.0]])):
+    for got in k.cast(x, E4M3, torch.tensor([[2.0]])):
         assert torch.equal(got.dequantize(), x.clamp(-2, 2)), got.dequantize()[0, :4]
-    assert k.cast(x, torch.float8_e4m3fn, torch.zeros(1, 1))[0].scale.item() == 1, "nothing is divided by zero"
+    assert k.cast(x, E4M3, torch.zeros(1, 1))[0].scale.item() == 1, "nothing is divided by zero"
 
 
-def interpret_not_finite() -> None:
-    import fp8_kernels as k
-    import torch
-
+@on_cpu
+def test_nan_and_infinity_leave_a_mark_in_the_scales():
     for block in k.MODES:
         for bad in (torch.nan, torch.inf):
             x = numbers(128, 256)
             x[5, 130] = bad
-            scale = k.quantize(x, torch.float8_e4m3fn, block).scale
+            scale = k.quantize(x, E4M3, block).scale
             assert (~torch.isfinite(scale)).sum() == 1, f"{bad} in {block} leaves no mark in the scales"
 
 
-def interpret_layout() -> None:
-    import fp8_kernels as k
-    import torch
-    from harness.reference import assert_same
-
+@on_cpu
+def test_operands_of_backward_lie_with_the_summed_dimension_contiguous():
     x = numbers(256, 160)
-    along, across, square = (k.quantize(x, torch.float8_e4m3fn, b) for b in ((1, 128), (128, 1), (128, 128)))
+    along, across, square = (k.quantize(x, E4M3, b) for b in ((1, 128), (128, 1), (128, 128)))
     assert along.values.is_contiguous() and square.values.is_contiguous()
     assert k.transpose(across).values.is_contiguous(), "what is summed along columns lies turned around"
     turned = k.rows_of(square.values.T)
     assert turned.is_contiguous() and torch.equal(turned.float(), square.values.float().T)
-    x, w = (k.quantize(numbers(n, 16), torch.float8_e4m3fn, (1, 128)) for n in (1100, 130))  # more than a group of rows
+    x, w = (k.quantize(numbers(n, 16), E4M3, (1, 128)) for n in (1100, 130))  # more than a group of rows
     got, want = (product(x, w, torch.float32) for product in (k.scaled_matmul, k.emulated_matmul))
     assert_same(got, want, 1e-5, "a product of nine rows of tiles")
 
 
-def interpret_both() -> None:
-    import fp8_kernels as k
-    import torch
-
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+@pytest.mark.prove
+@on_cpu
+def test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_wants_them():
+    for dtype in (E4M3, torch.float8_e5m2):
         for block in ((1, 128), (1, 0), (128, 128)):
             for rows, columns in ((200, 300), (16, 130)):
                 x, note = numbers(rows, columns), torch.full((1, 1), 1e-3)
@@ -149,80 +109,78 @@ def interpret_both() -> None:
                     assert got.block == shape and torch.equal(got.scale, want.scale), f"scales of {shape}"
                     assert torch.equal(got.values.float(), want.values.float()), f"values of {shape} in {dtype}"
     for block in ((1, 128), (1, 0), (128, 128)):
-        along, across = k.quantize_both(numbers(200, 300), torch.float8_e4m3fn, block)
+        along, across = k.quantize_both(numbers(200, 300), E4M3, block)
         assert along.values.is_contiguous() and k.transpose(across).values.is_contiguous()
         for bad in (torch.nan, torch.inf):
             x, note = numbers(150, 140), torch.zeros(1, 1)
             x[5, 130] = bad
-            both = k.quantize_both(x, torch.float8_e4m3fn, block, note)
+            both = k.quantize_both(x, E4M3, block, note)
             marks = [(~torch.isfinite(q.scale)).sum().item() for q in both]
             assert marks == [1, 1], f"{bad} in {block} leaves {marks} marks in the scales"
             assert note.item() == torch.inf, f"{bad} in {block} is not noted"
     for before, after in ((1e-3, x[torch.isfinite(x)].abs().max().item()), (1e9, 1e9)):
         note = torch.full((1, 1), before)
-        k.cast(x.nan_to_num(0, 0, 0), torch.float8_e4m3fn, torch.ones(1, 1), note)
+        k.cast(x.nan_to_num(0, 0, 0), E4M3, torch.ones(1, 1), note)
         assert note.item() == after, "a step's maximum is that of all its tensors"
     # As the kernel in CUDA reads them, in whole lines: [tiles, R].
-    scale = k.quantize_both(numbers(256, 300), torch.float8_e4m3fn, (1, 128))[0].scale
+    scale = k.quantize_both(numbers(256, 300), E4M3, (1, 128))[0].scale
     assert scale.shape == (256, 3) and scale.T.is_contiguous()
 
 
-def interpret_bytes() -> str:
-    """Bytes that the kernels read and write, counted by the interpreter itself, as JSON."""
-    import fp8_kernels as k
-    import torch
-    from triton.runtime.interpreter import InterpreterBuilder
-
+@on_cpu
+def test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows():
+    """Counted by the interpreter itself."""
     moved = {"read": 0, "written": 0, "joined": 0}
-    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw")
-    load, store, atomic = (getattr(InterpreterBuilder, name) for name in names)
+    load, store = interpreter_builder.create_masked_load, interpreter_builder.create_masked_store
+    atomic = interpreter_builder.create_atomic_rmw
 
-    def counted_load(self, ptrs, mask, *more):
+    def counted_load(ptrs, mask, *more):
         moved["read"] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
-        return load(self, ptrs, mask, *more)
+        return load(ptrs, mask, *more)
 
-    def counted_store(self, ptrs, value, mask, *more):
+    def counted_store(ptrs, value, mask, *more):
         moved["written"] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
-        return store(self, ptrs, value, mask, *more)
+        return store(ptrs, value, mask, *more)
 
-    def counted_atomic(self, op, ptr, value, mask, *more):
+    def counted_atomic(op, ptr, value, mask, *more):
         moved["joined"] += int(mask.data.sum()) * 4
-        return atomic(self, op, ptr, value, mask, *more)
+        return atomic(op, ptr, value, mask, *more)
 
-    for name, counted in zip(names, (counted_load, counted_store, counted_atomic), strict=True):
-        setattr(InterpreterBuilder, name, counted)
-    x, e4m3, found = numbers(256, 384).clamp(-6e4, 6e4).half(), torch.float8_e4m3fn, {}
-    try:
-        for name, run in (
-            ("two calls", lambda: [k.quantize(x, e4m3, block) for block in ((1, 128), (128, 1))]),
-            ("both, tiles", lambda: k.quantize_both(x, e4m3, (1, 128))),
-            ("both, rows", lambda: k.quantize_both(x, e4m3, (1, 0))),
-            ("both, one scale", lambda: k.cast(x, e4m3, k.amax(x))),
-            ("both, a scale of steps before", lambda: k.cast(x, e4m3, torch.ones(1, 1), torch.zeros(1, 1))),
-        ):
-            moved.update(read=0, written=0, joined=0)
+    counted = dict(create_masked_load=counted_load, create_masked_store=counted_store, create_atomic_rmw=counted_atomic)
+    x, found = numbers(256, 384).clamp(-6e4, 6e4).half(), {}
+    for name, run in (
+        ("two calls", lambda: [k.quantize(x, E4M3, block) for block in ((1, 128), (128, 1))]),
+        ("both, tiles", lambda: k.quantize_both(x, E4M3, (1, 128))),
+        ("both, rows", lambda: k.quantize_both(x, E4M3, (1, 0))),
+        ("both, one scale", lambda: k.cast(x, E4M3, k.amax(x))),
+        ("both, a scale of steps before", lambda: k.cast(x, E4M3, torch.ones(1, 1), torch.zeros(1, 1))),
+    ):
+        moved.update(read=0, written=0, joined=0)
+        with patch.multiple(interpreter_builder, **counted):
             run()
-            found[name] = [*moved.values()]
-    finally:
-        for name, real in zip(names, (load, store, atomic), strict=True):
-            setattr(InterpreterBuilder, name, real)
-    return json.dumps(found)
+        found[name] = [*moved.values()]
+    elements, tiles = 256 * 384, (2, 3)  # pieces down and across
+    scales = 4 * (256 * tiles[1] + tiles[0] * 384)  # one for each row or column of a piece
+    assert found == {
+        "two calls": [2 * 2 * elements, 2 * elements + scales, 0],
+        "both, tiles": [2 * elements, 2 * elements + scales, 0],
+        "both, rows": [2 * 2 * elements + scales, 2 * elements + 4 * (256 + 384), scales],  # each piece joins its peaks
+        "both, one scale": [2 * 2 * elements + 4 * 6, 2 * elements + 4, 4 * 12],
+        "both, a scale of steps before": [2 * elements + 4 * 6, 2 * elements + 4, 4 * 6],
+    }
 
 
-def interpret_matmul() -> None:
-    import fp8_kernels as k
-    import torch
-    from harness.reference import assert_same
-
-    e4m3 = torch.float8_e4m3fn
+@pytest.mark.prove
+@on_cpu
+def test_the_matmul_scales_each_128_terms_by_both_scales():
     for M, N, K in ((130, 200, 300), (128, 128, 128), (300, 40, 520)):
         a, b = numbers(M, K), numbers(N, K, seed=1)
         for block_b in ((128, 128), (1, 128)):
-            x, w = k.quantize(a, e4m3, (1, 128)), k.quantize(b, e4m3, block_b)
+            x, w = k.quantize(a, E4M3, (1, 128)), k.quantize(b, E4M3, block_b)
             want = k.emulated_matmul(x, w, torch.float32)
             assert_same(k.scaled_matmul(x, w, torch.float32), want, 1e-5, f"{M} x {N} x {K}, {block_b}")
         # Wgrad: both operands turned around.
-        x, dy = k.quantize(numbers(M, K), e4m3, (128, 1)), k.quantize(numbers(M, N), e4m3, (128, 1))
+        x, dy = k.quantize(numbers(M, K), E4M3, (128, 1)), k.quantize(numbers(M, N), E4M3, (128, 1))
         got = k.scaled_matmul(k.transpose(dy), k.transpose(x), torch.float32)
         assert_same(got, k.emulated_matmul(k.transpose(dy), k.transpose(x), torch.float32), 1e-5, "Wgrad")
 
@@ -254,13 +212,9 @@ def results_of(linear, device: str, K: int = 144, N: int = 160) -> list:
     return results
 
 
-def interpret_linear() -> None:
+@on_cpu
+def test_recipes_on_kernels_are_the_emulated_ones():
     """fp8.Fp8Linear with the kernels in place of its own arithmetic."""
-    import fp8_kernels as k
-    import torch
-    from fp8 import RECIPES, Fp8Linear
-    from harness.reference import assert_same
-
     for recipe in RECIPES:
         results = []
         for kernels in (None, k):
@@ -274,24 +228,17 @@ def interpret_linear() -> None:
         for i, (want, got) in enumerate(zip(*results, strict=True)):
             assert_same(got, want, 1e-5, f"{recipe}: result {i}")
         for bad in (torch.nan, torch.inf):
-            x = numbers(32, 144)
+            x = numbers(32, 128)
             x[3, 5] = bad
             with pytest.raises(FloatingPointError, match="an input of .* infinity or NaN"):
-                linear(x, numbers(160, 144))
+                linear(x, numbers(16, 128))
                 linear.end_step()
         with pytest.raises(ValueError, match="17 outputs: no multiple of 16"):
             linear(numbers(32, 144), numbers(17, 144))
 
 
-def stand_in_host() -> str:
-    """What the host starts for a layer in a step, and what it keeps, counted as JSON; "" where results are off."""
-    import fp8_kernels as k
-    import torch
-    from fp8 import RECIPES, Fp8Linear
-    from harness.meter import saved_activations
-    from harness.reference import assert_same
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+def stand_in_host() -> dict:
+    """What the host starts for a layer in a step, and what it keeps, counted, by recipe."""
     launches, operations, views = [], [], []
 
     class Operations(TorchDispatchMode):
@@ -358,22 +305,19 @@ def stand_in_host() -> str:
             linear(bad, weights[0])
         linear.end_step()
         found[recipe] = [*layers, *(b - a for a, b in zip(layers, end, strict=True))]
-    return json.dumps(found)
+    return found
 
 
-def interpret_refusal() -> None:
+def test_a_gpu_before_hopper_is_refused_in_one_line_before_a_group_is_started():
     """main() with a GPU that says how old it is; `launch` would start the group."""
-    import fp8_kernels as k
-    import torch
-
     for have, fits in {(8, 0): False, (8, 9): False, (9, 0): True, (10, 0): True}.items():
         launched, said = [], io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-            patch.setattr(sys, "argv", ["fp8_kernels.py"])
-            patch.setattr(k, "launch", launched.append)
-            patch.setattr(torch.cuda, "is_available", lambda: True)
-            patch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-            patch.setattr(torch.cuda, "get_device_capability", lambda device, have=have: have)
+        with pytest.MonkeyPatch.context() as changed, contextlib.redirect_stderr(said):
+            changed.setattr(sys, "argv", ["fp8_kernels.py"])
+            changed.setattr(k, "launch", launched.append)
+            changed.setattr(torch.cuda, "is_available", lambda: True)
+            changed.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+            changed.setattr(torch.cuda, "get_device_capability", lambda device, have=have: have)
             try:
                 code = k.main()
             except SystemExit as end:
@@ -385,86 +329,21 @@ def interpret_refusal() -> None:
         assert (line == "") if fits else (line.startswith(want) and line.count("\n") == 1), f"{have}: {line}"
 
 
-def compile_for_sm_90() -> str:
-    """What the compiler made, as JSON."""
+def compile_for_sm_90() -> dict:
+    """What the compiler made."""
     import _kernel_facts
-    import fp8_kernels as k
 
-    return json.dumps(_kernel_facts.facts(k))
-
-
-# ------------------------------------------------------------------------------------------------------------- tests
-
-CASES = {
-    "test_the_kernel_finds_the_largest_element_and_calls_nan_infinite": "interpret_amax",
-    "test_scales_and_values_of_the_kernel_are_those_of_the_recipe": "interpret_quantize",
-    "test_a_given_scale_that_is_too_small_saturates": "interpret_saturation",
-    "test_nan_and_infinity_leave_a_mark_in_the_scales": "interpret_not_finite",
-    "test_operands_of_backward_lie_with_the_summed_dimension_contiguous": "interpret_layout",
-    "test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_wants_them": "interpret_both",
-    "test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows": "interpret_bytes",
-    "test_the_matmul_scales_each_128_terms_by_both_scales": "interpret_matmul",
-    "test_recipes_on_kernels_are_the_emulated_ones": "interpret_linear",
-    "test_a_gpu_before_hopper_is_refused_in_one_line_before_a_group_is_started": "interpret_refusal",
-}
+    return _kernel_facts.facts(k)
 
 
-def assert_holds(results: dict[str, str], request) -> None:
-    assert results[request.node.name] == "", results[request.node.name]
+# -------------------------------------------------------------------------------------------- in processes of their own
 
 
-@pytest.mark.prove
-def test_the_kernel_finds_the_largest_element_and_calls_nan_infinite(interpreted, request):
-    assert_holds(interpreted, request)
-
-
-def test_scales_and_values_of_the_kernel_are_those_of_the_recipe(interpreted, request):
-    assert_holds(interpreted, request)
-
-
-def test_a_given_scale_that_is_too_small_saturates(interpreted, request):
-    assert_holds(interpreted, request)
-
-
-def test_nan_and_infinity_leave_a_mark_in_the_scales(interpreted, request):
-    assert_holds(interpreted, request)
-
-
-def test_operands_of_backward_lie_with_the_summed_dimension_contiguous(interpreted, request):
-    assert_holds(interpreted, request)
-
-
-@pytest.mark.prove
-def test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_wants_them(interpreted, request):
-    assert_holds(interpreted, request)
-
-
-def test_both_forms_are_written_from_one_read_of_tiles_and_two_of_whole_rows(interpreted, request):
-    outcome = interpreted[request.node.name]
-    assert outcome.startswith("{"), outcome
-    x, tiles = 256 * 384, (2, 3)  # elements; pieces down and across
-    scales = 4 * (256 * tiles[1] + tiles[0] * 384)  # one for each row or column of a piece
-    want = {
-        "two calls": [2 * 2 * x, 2 * x + scales, 0],
-        "both, tiles": [2 * x, 2 * x + scales, 0],
-        "both, rows": [2 * 2 * x + scales, 2 * x + 4 * (256 + 384), scales],  # each piece joins its peaks
-        "both, one scale": [2 * 2 * x + 4 * 6, 2 * x + 4, 4 * 12],
-        "both, a scale of steps before": [2 * x + 4 * 6, 2 * x + 4, 4 * 6],
-    }
-    assert json.loads(outcome) == want
-
-
-@pytest.mark.prove
-def test_the_matmul_scales_each_128_terms_by_both_scales(interpreted, request):
-    assert_holds(interpreted, request)
-
-
-def test_recipes_on_kernels_are_the_emulated_ones(interpreted, request):
-    assert_holds(interpreted, request)
-
-
-def test_a_gpu_before_hopper_is_refused_in_one_line_before_a_group_is_started(interpreted, request):
-    assert_holds(interpreted, request)
+def outcome_of(function: str, *folders: str, **environment: str) -> dict:
+    """What a function of this file returns in a process of its own."""
+    path = os.pathsep.join(str(HERE.parents[1] / folder) for folder in (*folders, "tests", HERE))
+    code = f"import json, test_fp8_kernels as t; print(json.dumps(t.{function}()))"
+    return printed_json("-c", code, PYTHONPATH=path, **environment)[-1]
 
 
 # Of a layer, forward and backward: kernels of Triton, other operations that are no views; and of the end of a step,
@@ -474,9 +353,9 @@ STARTED = {"tensor": (6, 15, 0, 9), "tensor-delayed": (3, 12, 0, 12), "row": (6,
 
 @pytest.mark.prove
 def test_a_layer_starts_few_kernels_and_operations_and_the_end_of_a_step_is_not_more_for_more_layers():
-    outcome = run_in("stand-in", ["stand_in_host"])["stand_in_host"]
-    assert outcome.startswith("{"), outcome
-    for recipe, (launches, operations, views, *end) in json.loads(outcome).items():
+    fake = dict(FAKE_GPUS="1", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    found = outcome_of("stand_in_host", "tests/fake_device", **fake)
+    for recipe, (launches, operations, views, *end) in found.items():
         most = STARTED[recipe]
         assert launches == 2 * most[0] and end[0] == most[2], f"{recipe}: {launches} kernels in 2 layers"
         assert operations <= 2 * most[1], f"{recipe}: {operations} operations in 2 layers"
@@ -485,9 +364,7 @@ def test_a_layer_starts_few_kernels_and_operations_and_the_end_of_a_step_is_not_
 
 @pytest.mark.prove
 def test_the_kernels_compile_for_hopper_and_multiply_on_its_fp8_tensor_cores():
-    outcome = run_in("compile", ["compile_for_sm_90"])["compile_for_sm_90"]
-    assert outcome.startswith("{"), outcome
-    facts = json.loads(outcome)
+    facts = outcome_of("compile_for_sm_90", TRITON_INTERPRET="0")
     assert facts["block_matmul"]["wgmma_e4m3"] > 0, facts
     assert all(fact["shared"] <= 232_448 for fact in facts.values()), facts  # what a block may have on sm_90
     assert facts["quantize 1 x 128"]["cvt_e4m3"] > 0, facts

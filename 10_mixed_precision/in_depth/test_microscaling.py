@@ -1,7 +1,6 @@
 """MXFP8, MXFP4 and NVFP4 against their definitions, written out again in integers, and against torch's own types."""
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from microscaling import (
     MicroLinear,
     Microscaled,
     decode,
-    decode_e8m0,
     encode,
     encode_e8m0,
     pack,
@@ -88,7 +86,7 @@ def scale_by_definition(amax: float, largest: int, up: bool) -> int:
         return 0
     over, under = amax.as_integer_ratio()  # `under` is a power of two
     shared = over.bit_length() - under.bit_length() - (largest.bit_length() - 1)
-    if up and over > (largest * under * Fraction(2) ** shared):
+    if up and over << max(-shared, 0) > largest * under << max(shared, 0):
         shared += 1
     return min(max(shared, -127), 127) + 127
 
@@ -258,7 +256,7 @@ def nvfp4_on_ranks(ranks: list[int]) -> torch.Tensor | None:
 def test_ranks_with_pieces_of_a_batch_round_to_4_bits_as_one_process_does(ranks):
     x = random(16 * len(ranks), 32, dtype=torch.float64) * torch.logspace(0, 2, 16 * len(ranks))[:, None]
     want = MicroLinear("nvfp4")(x, random(16, 32, seed=1, dtype=torch.float64))
-    got = run_ranks(3, nvfp4_on_ranks, ranks)
+    got = run_ranks(max(ranks) + 1, nvfp4_on_ranks, ranks)
     for place, rank in enumerate(sorted(ranks)):
         assert_same(got[rank], want[16 * place : 16 * place + 16], 1e-10, "y", rank)
 
@@ -285,7 +283,3 @@ def test_what_is_not_finite_is_named_and_no_tokens_are_no_error():
         assert torch.equal(weight.grad, torch.zeros(16, 32))
     with pytest.raises(ValueError, match="'fp4' is unknown; use mxfp8"):
         MicroLinear("fp4")
-
-
-def test_e8m0_is_what_torch_reads():
-    assert same(decode_e8m0(ALL), ALL.view(torch.float8_e8m0fnu).double()).all()

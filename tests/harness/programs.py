@@ -10,8 +10,10 @@ it. It does not test the start of Python: PYTHONPATH and sitecustomize, or the i
 
 import inspect
 import io
+import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -21,6 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from . import ranks
@@ -72,6 +75,17 @@ def _run(arguments: list[str], where: str, environment: dict[str, str], folder: 
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def printed_json(*words: str | Path, **environment: str) -> list[Any]:
+    """What `python WORDS` prints, a JSON value in each line, in an environment that differs in these variables.
+
+    With TRITON_INTERPRET="0" it compiles Triton's kernels, where this process may have begun to interpret them.
+    """
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run([sys.executable, *words], env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 def refusal(main: Callable[[], object] | Path, options: str | Sequence[str] = "", world_size: int | str = 1) -> str:
     """What a script says to options that it refuses, behind its name.
 
@@ -111,6 +125,12 @@ def on_stand_in_gpus(folder: Path, *words: str, gpus: int = 1) -> subprocess.Com
     path = f"{stand_in}{os.pathsep}{folder}"
     environment = os.environ | {"PYTHONPATH": path, "FAKE_GPUS": str(gpus), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def assert_refused(words: str, call: Callable[..., object], *given: object, **options: object) -> None:
+    """The call raises a ValueError of one line in which the regular expression `words` is found."""
+    said = error_from(ValueError, call, *given, **options)
+    assert re.search(words, said) and "\n" not in said, f"{words!r} is not what it says: {said!r}"
 
 
 def error_from(kind: type[Exception], call: Callable[..., object], *given: object, **options: object) -> str:
