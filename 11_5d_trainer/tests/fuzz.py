@@ -142,6 +142,7 @@ ABOUT_THE_MODEL = (
     "balance",
     "experts",
     "top_k",
+    "capacity",
     "router",
     "bias_speed",
 )

@@ -450,7 +450,7 @@ def test_of_a_preset_with_experts_a_token_uses_as_many_as_asked(text):
 
 # ------------------------------------------------------------------------------------- what does not fit a checkpoint
 
-# Of a run with 4 experts, in 8 steps of 8 samples of 16 tokens.
+# Of a run with 4 experts, in steps of 8 samples of 16 tokens.
 ANOTHER_RUN = [
     ("--seq-len 8", "--seq-len 8 does not fit {c}, which was trained with 16; leave it out", 1),
     ("--global-batch 4", "--global-batch 4 does not fit {c}, which was trained with 8; leave it out", 1),
@@ -474,19 +474,19 @@ ANOTHER_RUN = [
 
 
 def test_options_that_would_make_it_another_run_are_refused_on_resume(text, tmp_path):
-    _, folder = train_on(1, [*arguments(text, experts=4), "--out", str(tmp_path / "run")])
-    newest = f"{folder}/checkpoints/step-000008"
+    _, folder = train_on(1, [*arguments(text, experts=4, steps=2), "--out", str(tmp_path / "run")])
+    newest = f"{folder}/checkpoints/step-000002"
     for line, start, ranks in ANOTHER_RUN:
         said = refusal(["--resume", folder, "--steps", "12", *line.split()], ranks)
         assert said.startswith(start.format(c=newest)), f"{line}: {said}"
-    assert refusal(["--resume", folder]) == f"--steps 8: {newest} has done 8 already; ask for more"
+    assert refusal(["--resume", folder]) == f"--steps 2: {newest} has done 2 already; ask for more"
     assert train.prepare(["--resume", folder, "--steps", "12"], 1).config.steps == 12
 
 
 def test_data_are_known_again_by_their_contents_on_resume_and_not_by_their_name(tmp_path):
     data = tmp_path / "data.txt"
     data.write_text(TEXT)
-    _, folder = train_on(1, [*arguments(str(data)), "--out", str(tmp_path / "run")])
+    _, folder = train_on(1, [*arguments(str(data), steps=2), "--out", str(tmp_path / "run")])
     data.write_text(TEXT + "one more line\n")
     said = refusal(["--resume", folder, "--steps", "12"])
     assert f"was trained on 94,987 tokens, but --data {data} now has 95,000" in said, said
@@ -499,8 +499,8 @@ def test_data_are_known_again_by_their_contents_on_resume_and_not_by_their_name(
     moved = tmp_path / "elsewhere.txt"
     moved.write_text(TEXT)
     plan = train.prepare(["--resume", folder, "--steps", "12", "--data", str(moved)], 1)
-    assert plan.config.data == str(moved) and plan.resume[2].step == 8
-    old = tmp_path / "run" / "checkpoints" / "step-000008" / "manifest.json"  # of before contents were noted
+    assert plan.config.data == str(moved) and plan.resume[2].step == 2
+    old = tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json"  # of before contents were noted
     old.write_text(old.read_text().replace(f'"data": "{plan.corpus.fingerprint}"', '"data": ""'))
     said = refusal(["--resume", folder, "--steps", "12", "--data", str(moved)])
     assert said.startswith(f"--data {moved} does not fit {old.parent}, which was trained with {data}; leave it out")
@@ -509,7 +509,7 @@ def test_data_are_known_again_by_their_contents_on_resume_and_not_by_their_name(
 def test_a_bin_without_a_meta_file_is_known_again_too(tmp_path):
     data, words = tmp_path / "ids.bin", ["--vocab-size", "9", "--out", str(tmp_path / "run")]
     data.write_bytes(bytes([1, 0] * 5000))
-    _, folder = train_on(1, [*arguments(str(data)), *words])
+    _, folder = train_on(1, [*arguments(str(data), steps=2), *words])
     train.prepare(["--resume", folder, "--steps", "12"], 1)
     data.write_bytes(bytes([2, 0] * 5000))
     said = refusal(["--resume", folder, "--steps", "12"])

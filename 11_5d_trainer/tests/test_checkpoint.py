@@ -28,7 +28,7 @@ from model import full_shapes
 from step import weight_dtype
 from test_train import arguments
 
-SIZES = LlamaConfig(hidden=32, layers=8, heads=4, kv_heads=2, intermediate=48)
+SIZES = LlamaConfig(hidden=32, layers=4, heads=4, kv_heads=2, intermediate=48)
 
 
 @pytest.fixture(scope="module")

@@ -159,7 +159,7 @@ def poisoned(words, on_rank, at_step):
 @pytest.mark.always("2")
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_gradient_that_is_not_finite_is_named_and_the_run_stops_or_skips_as_asked(zero, text, tmp_path):
-    words = arguments(text, zero=zero, micro_batch=4, save_every=2)
+    words = arguments(text, zero=zero, micro_batch=4, save_every=2, steps=4)
     ended = run_ranks(2, poisoned, [*words, "--out", str(tmp_path / "stop")], 1, 3)
     assert [code for code, *_ in ended] == [3, 3]
     [line], others = ended[0][1], ended[1][1]  # one line in all

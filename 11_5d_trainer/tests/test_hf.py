@@ -172,7 +172,7 @@ IMPORTS = [  # of a Llama without a tie: test_sizes.py, for five steps
 @pytest.mark.parametrize(("kind", "ranks", "layout"), IMPORTS, ids=lambda value: str(value))
 def test_a_run_from_a_hugging_face_folder_starts_with_the_losses_of_transformers(kind, ranks, layout, text, tmp_path):
     folder = new_model(tmp_path / "model", "mixtral" if kind == "mixtral" else "llama", tied=kind == "tied")
-    words = [*arguments(text, steps=2, eval_samples=8), *layout.split(), "--init", folder]
+    words = [*arguments(text, steps=1, warmup=0, micro_batch=4, eval_samples=8), *layout.split(), "--init", folder]
     log, _ = run_ranks(ranks, run, [*words, "--out", str(tmp_path / "run")], {})[0]
     theirs, corpus = read_by_transformers(folder), load_corpus(Config(data=text, seq_len=16))
     held_out, training = (Sampler(tokens, 16, 256, 0) for tokens in (corpus.val, corpus.train))

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import checks
+import fuzz
 import pytest
 import step as step_module
 import torch
@@ -19,11 +20,11 @@ from data import Sampler, load_corpus
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from harness.report import ROOT
-from layouts import whole_gradients
+from layouts import options, whole_gradients
 from llama import LlamaConfig
 from ops import make_parts
 from options import Config, UsageError, parse
-from test_train import SIZES, arguments, f64, losses, plain_sgd, three_sgd_steps, train_on
+from test_train import SIZES, arguments, f64, losses, train_on
 
 TRAINER = Path(train.__file__).parent
 ONE_HEAD = {"kv_heads": 1, "intermediate": 16}
@@ -78,7 +79,7 @@ def test_functions_that_stand_for_several_are_used_by_the_rule_that_parts_py_sta
     assert run_ranks(1, several_in_one) == [SEVERAL]
 
 
-def with_several_in_one(words, sizes):
+def with_several_in_one(words, want):
     """Three SGD steps against one process: PyTorch's functions in float64, with those that stand for several."""
     from fused import add_rms_norm
     from fused_loss import linear_cross_entropy
@@ -98,7 +99,7 @@ def with_several_in_one(words, sizes):
     more = dict(zip(names, several, strict=True))
     step_module.make_parts = lambda *arguments, **options: dataclasses.replace(made(*arguments, **options), **more)
     try:
-        three_sgd_steps(words, sizes)
+        fuzz.compare_on_ranks([words], [want], SIZES, show=False)
     finally:
         step_module.make_parts = made
     return calls
@@ -116,9 +117,9 @@ SEVERAL_LAYOUTS = [
 @pytest.mark.prove
 @pytest.mark.parametrize(("ranks", "layout"), SEVERAL_LAYOUTS, ids=["tied", "zero 3", "late gather", "experts"])
 def test_functions_that_stand_for_several_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, text):
-    words = arguments(text, clip=0, global_batch=4, micro_batch=1, seq_len=8)
-    sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
-    for calls in run_ranks(ranks, with_several_in_one, [*words, *layout.split()], sizes, timeout=200):
+    words = options(text, layout, global_batch=4, micro_batch=1, seq_len=8)
+    want = fuzz.reference(words, ranks, SIZES)
+    for calls in run_ranks(ranks, with_several_in_one, words, want, timeout=200):
         assert all(calls), f"not all were used: {calls}"
 
 
@@ -272,7 +273,7 @@ def gradients_by(kernels, words):
     cuda_parts.matmul, flash_attention_cuda.call = counted("product", matmul), counted("attention", run)
     try:
         config = Config(**parse([*words, "--kernels", kernels]))
-        me = step_module.make_trainer(config, ONE_LAYER, torch.device("cpu"), plain_sgd)
+        me = step_module.make_trainer(config, ONE_LAYER, torch.device("cpu"), fuzz.plain_sgd)
         sampler = Sampler(load_corpus(config).train, config.seq_len, 256, config.seed)
         dp = me.mesh.sizes["dp"]
         step_module.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp))
@@ -348,7 +349,7 @@ def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(monkeypatch):
 COMPILED = [(1, ""), (2, "--zero 2"), (2, "--pp 2 --schedule 1f1b --zero 1 --tied")]
 
 
-def with_blocks_compiled(backend, words, sizes):
+def with_blocks_compiled(backend, words, want):
     """Three SGD steps against one process, and the number of blocks that were compiled; "" is torch's own backend."""
     compiled, plain = [], torch.nn.Module.compile
 
@@ -358,7 +359,7 @@ def with_blocks_compiled(backend, words, sizes):
 
     torch.nn.Module.compile = compile
     try:
-        three_sgd_steps(words, sizes)
+        fuzz.compare_on_ranks([words], [want], SIZES, show=False)
         return len(compiled)
     finally:
         torch.nn.Module.compile = plain
@@ -375,10 +376,9 @@ def with_blocks_compiled(backend, words, sizes):
     ],
 )
 def test_compiled_blocks_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, backend, text):
-    words = [*arguments(text, clip=0), "--compile", *layout.split()]
-    sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
-    counts = run_ranks(ranks, with_blocks_compiled, backend, words, sizes, timeout=300)
-    assert sum(counts) == sizes.layers * (1 if "--pp" in layout else ranks)
+    words = options(text, f"--compile {layout}")
+    counts = run_ranks(ranks, with_blocks_compiled, backend, words, fuzz.reference(words, ranks, SIZES), timeout=300)
+    assert sum(counts) == SIZES.layers * (1 if "--pp" in layout else ranks)
 
 
 NOT_COMPILED = [

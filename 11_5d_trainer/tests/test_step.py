@@ -155,13 +155,14 @@ def gradients_by_scale(layouts, text):
             me.scaler.value = scale
             dp = me.mesh.sizes["dp"]
             sampler = Sampler(load_corpus(config).train, 16, 256, 0)
-            step_module.gradient_step(me, sampler.step(2, config.accumulation(dp), me.mesh.place["dp"], dp))
+            batches = sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp)
+            step_module.gradient_step(me, batches)
             kinds.append({name: g.clone() for own in me.owners for name, g in own.full_gradients().items()})
         found.append(kinds)
     return found
 
 
-SCALED = ("--zero 1", "--experts 4", "--experts 4 --ep 2 --zero 2", "--pp 2 --experts 4", "--fpdt-chunks 2")
+SCALED = ("--experts 4 --ep 2 --zero 2", "--pp 2 --experts 4 --micro-batch 4", "--fpdt-chunks 2 --micro-batch 4")
 
 
 def test_a_loss_scale_multiplies_every_term_of_the_loss(text):
@@ -323,7 +324,7 @@ def computed_by(layouts, text):
     fp8, whether the output layer is and another one."""
     found, core = [], F.scaled_dot_product_attention
     for layout in layouts:
-        config = Config(**parse([*arguments(text), *layout.split()]))
+        config = Config(**parse([*arguments(text, micro_batch=4), *layout.split()]))
         me = make_trainer(config, SIZES, torch.device("cpu"))
         blocks, dp = me.model.model.layers, me.mesh.sizes["dp"]
         if config.compile:
@@ -334,19 +335,19 @@ def computed_by(layouts, text):
             linears = [getattr(layer, "linear", None) or layer.parts.linear for layer in layers]
             found.append([isinstance(linear, Fp8Linear) for linear in linears])
             continue
-        batches = Sampler(load_corpus(config).train, 16, 256, 0).step(2, config.accumulation(dp), 0, dp)
+        batches = Sampler(load_corpus(config).train, 16, 256, 0).step(4, config.accumulation(dp), 0, dp)
         with mock.patch.object(F, "scaled_dot_product_attention", mock.Mock(wraps=core)) as attention:
             step_module.gradient_step(me, batches)
         found.append(attention.call_count)
     return found
 
 
-COMPUTED = {  # 2 micro-batches in 2 layers on two data ranks, 4 in 1 layer on two stages
-    "": 4,
-    "--recompute selective": 8,
-    "--recompute full": 8,
-    "--recompute full --experts 4": 8,
-    "--recompute full --pp 2": 8,
+COMPUTED = {  # 1 micro-batch in 2 layers on two data ranks, 2 in 1 layer on two stages
+    "": 2,
+    "--recompute selective": 4,
+    "--recompute full": 4,
+    "--recompute full --experts 4": 4,
+    "--recompute full --pp 2": 4,
     "--compile": [True, True],
     "--precision fp8-row": [False, True],
     "--precision fp8-row --tp 2": [False, True],

@@ -177,9 +177,9 @@ LATE = ["--zero", "2", "--zero-late-gather"]
 
 
 def test_copies_that_share_sequences_and_a_tied_pipeline_of_tensor_ranks_train_as_one_process(text):
-    words = ("--zero 2 --zero-shards 2 --cp 2 --cp-kind ulysses --fpdt-chunks 2",)
-    words += ("--pp 2 --tp 2 --sequence-parallel --tied --zero 1",)
-    assert fuzz.verify([Layout(4, f"--micro-batch 2 {layout}") for layout in words], text) == len(words)
+    words = ("--micro-batch 2 --zero 2 --zero-shards 2 --cp 2 --cp-kind ulysses --fpdt-chunks 2",)
+    words += ("--micro-batch 4 --pp 2 --tp 2 --sequence-parallel --tied --zero 1",)
+    assert fuzz.verify([Layout(4, layout) for layout in words], text, SIZES) == len(words)
 
 
 def crossed_in_its_first_step(words):
