@@ -17,8 +17,8 @@ from unittest import mock
 
 import checkpoint
 import data
+import fuzz
 import pytest
-import step as step_module
 import torch.distributed as dist
 import train
 from harness.ranks import run_ranks
@@ -129,29 +129,17 @@ def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time_and_one_line(how, 
 
 
 def poisoned(words, on_rank, at_step):
-    """Two ranks; in one step, and in its repetition, a layer's backward makes NaN on one of them."""
-    plan = train.prepare(words, dist.get_world_size())
-    plan = dataclasses.replace(plan, model=SIZES)
+    """How a run ends in which one rank has NaN in one step: the code, the lines that are said, and the log."""
+    plan = dataclasses.replace(train.prepare(words, dist.get_world_size()), model=SIZES)
     plan, folder = train.agree(plan)
-    steps, make = [0], train.make_trainer
+    said = io.StringIO()
 
-    def with_poison(*args, **options):
-        me = make(*args, **options)
-        if dist.get_rank() == on_rank:
-            layer = me.model.get_submodule("model.layers.0.mlp.up_proj")  # earlier layers get it too
-            layer.register_full_backward_pre_hook(lambda _, g: (g[0] * math.nan,) if steps[0] == at_step else g)
-        return me
+    def hook(model):
+        layer = model.get_submodule("model.layers.0.mlp.up_proj")  # earlier layers get it too
+        return layer.register_full_backward_pre_hook(lambda _, g: (g[0] * math.nan,))
 
-    def counted(*args):
-        steps[0] += 1
-        return step_module.train_step(*args)
-
-    train.make_trainer, train.train_step, said = with_poison, counted, io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            code = train.run_to_its_end(plan, folder, train.Stop())
-    finally:
-        train.make_trainer, train.train_step = make, step_module.train_step
+    with contextlib.redirect_stderr(said), fuzz.poisoned(on_rank, at_step, hook):
+        code = train.run_to_its_end(plan, folder, train.Stop())
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return code, [line for line in said.getvalue().splitlines() if line.startswith("train.py: ")], log
 

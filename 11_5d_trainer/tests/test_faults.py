@@ -31,7 +31,6 @@ import step as step_module
 import torch
 import torch.distributed as dist
 import train
-from data import Sampler
 from harness.programs import error_from
 from harness.ranks import RankFailure, run_ranks
 from options import RunEnds, UsageError
@@ -129,18 +128,17 @@ def test_a_rank_may_die_while_a_run_goes_on_in_another_layout_and_the_checkpoint
 
 
 def stuck(words, who, step):
-    """Train; rank `who` falls asleep in a step. Returns the seconds until this rank noticed."""
-    do_step, begin = step_module.train_step, []
+    """Train; rank `who` falls asleep in a step. Raises with the seconds until this rank noticed."""
+    begin = []
 
-    def step_or_sleep(*args):
+    def look(number, me):
         begin.append(time.monotonic())
-        if dist.get_rank() == who and len(begin) == step:
+        if dist.get_rank() == who and number == step:
             time.sleep(60)
-        return do_step(*args)
 
-    train.train_step = step_or_sleep
     try:
-        fuzz.run(words)
+        with fuzz.before_each_step(look):
+            fuzz.run(words)
     except RuntimeError as error:
         raise AssertionError(f"noticed after {time.monotonic() - begin[-1]:.0f} s: {error}") from error
 
@@ -450,23 +448,21 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, 
 
 def signalled(words, who, step, number):
     """Train as the command does; the signal reaches rank `who` alone in `step`. Returns the last step and the vote."""
-    do_step, steps, stop = step_module.train_step, [0], Stop()
-    before = signal.signal(number, stop)
+    stop, steps = Stop(), []
 
-    def counted(*args):
-        steps[0] += 1
-        if dist.get_rank() == who and steps[0] == step:
+    def look(at, me):
+        steps.append(at)
+        if dist.get_rank() == who and at == step:
             os.kill(os.getpid(), number)
-        return do_step(*args)
 
-    train.train_step = counted
+    before = signal.signal(number, stop)
     try:
-        plan, folder = train.agree(train.prepare(words, dist.get_world_size()))
-        train.train(plan, folder, stop)
+        with fuzz.before_each_step(look):
+            plan, folder = train.agree(train.prepare(words, dist.get_world_size()))
+            train.train(plan, folder, stop)
     finally:
-        train.train_step = do_step
         signal.signal(number, before)
-    return steps[0], stop.asked
+    return steps[-1], stop.asked
 
 
 @pytest.mark.always("SIGTERM")
@@ -489,11 +485,9 @@ def test_a_signal_in_the_last_step_stops_nothing(text, tmp_path):
 # ------------------------------------------------------------------------------------------------ not a number
 
 
-def counts_of_a_step_that_is_left_out(words, text):
-    plan = train.prepare([*words, "--data", text], 1)
-    me = step_module.make_trainer(plan.config, fuzz.SIZES, torch.device("cpu"))
-    sampler = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0)
-    batches = sampler.step(plan.config.micro_batch, plan.config.accumulation(1), 0, 1)
+def counts_of_a_step_that_is_left_out(words):
+    me, next_batches = fuzz.made(words, fuzz.SIZES)
+    batches = next_batches()
     next(me.model.parameters()).register_hook(lambda g: g * math.nan)
     _, norm = step_module.train_step(me, batches)
     counts = [[layer.step_counts.sum().item() for layer in step_module.moe_layers(me.model)]]
@@ -503,36 +497,23 @@ def counts_of_a_step_that_is_left_out(words, text):
 
 def test_a_step_that_is_left_out_moves_no_experts_bias_later(text):
     words = [*fuzz.options(text, "--experts 4 --router sigmoid --bias-speed 0.01"), "--on-nan", "skip"]
-    [(norm, counts)] = run_ranks(1, counts_of_a_step_that_is_left_out, words, text)
+    [(norm, counts)] = run_ranks(1, counts_of_a_step_that_is_left_out, words)
     assert math.isnan(norm) and counts[0] and not any(map(any, counts)), counts
 
 
-def poisoned(words, step, layer):
-    """Train; in `step` the loss of the whole run becomes NaN in one layer, on the first rank that holds it."""
-    do_step, make, steps = step_module.train_step, train.make_trainer, [0]
-    name = f"model.layers.{layer}.input_layernorm.weight"
+def poisoned(words, step, layer, holder=0):
+    """Train; in `step` the gradient of a layer is NaN on `holder`. Returns the steps left out, or what ends the run."""
 
-    def made(*args, **more):
-        me = make(*args, **more)
-        mine = dict(me.model.named_parameters())
-        holders = [None] * dist.get_world_size()
-        dist.all_gather_object(holders, name in mine)
-        if dist.get_rank() == holders.index(True):
-            mine[name].register_hook(lambda g: g * math.nan if steps[0] == step else g)
-        return me
+    def hook(model):
+        weight = model.get_parameter(f"model.layers.{layer}.input_layernorm.weight")
+        return weight.register_hook(lambda g: g * math.nan)
 
-    def counted(*args):
-        steps[0] += 1
-        return do_step(*args)
-
-    train.make_trainer, train.train_step = made, counted
     try:
-        log = fuzz.run(words)
-        return [line["step"] for line in log if "loss" in line and not math.isfinite(line["grad_norm"])]
+        with fuzz.poisoned(holder, step, hook):
+            log = fuzz.run(words)
     except step_module.NotFinite as error:
         return str(error)
-    finally:
-        train.make_trainer, train.train_step = make, do_step
+    return [line["step"] for line in log if "loss" in line and not math.isfinite(line["grad_norm"])]
 
 
 LAYOUTS = [  # (layout, the rank that holds layer 3 first, --on-nan)
@@ -544,8 +525,8 @@ LAYOUTS = [  # (layout, the rank that holds layer 3 first, --on-nan)
 ]
 
 
-def poisoned_in_turn(lines):
-    return [poisoned(words, 2, 3) for words in lines]
+def poisoned_in_turn(lines, holders):
+    return [poisoned(words, 2, 3, holder) for words, holder in zip(lines, holders, strict=True)]
 
 
 @pytest.mark.prove
@@ -554,7 +535,7 @@ def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_layer_and_step_in
         [*fuzz.options(text, f"{layout} --micro-batch 1", steps=3), "--on-nan", action, "--out", str(tmp_path / str(i))]
         for i, (layout, _, action) in enumerate(LAYOUTS)
     ]
-    for said in run_ranks(4, poisoned_in_turn, lines, timeout=120):
+    for said in run_ranks(4, poisoned_in_turn, lines, [holder for _, holder, _ in LAYOUTS], timeout=120):
         for (layout, holder, action), outcome in zip(LAYOUTS, said, strict=True):
             where = f"step 2: rank {holder}: gradient of model.layers.3.input_layernorm.weight is not finite; the "
             if action == "stop":

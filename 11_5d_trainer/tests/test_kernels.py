@@ -16,7 +16,6 @@ import pytest
 import step as step_module
 import torch
 import train
-from data import Sampler, load_corpus
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from harness.report import ROOT
@@ -272,11 +271,8 @@ def gradients_by(kernels, words):
     matmul_ladder.call = launch
     cuda_parts.matmul, flash_attention_cuda.call = counted("product", matmul), counted("attention", run)
     try:
-        config = Config(**parse([*words, "--kernels", kernels]))
-        me = step_module.make_trainer(config, ONE_LAYER, torch.device("cpu"), fuzz.plain_sgd)
-        sampler = Sampler(load_corpus(config).train, config.seq_len, 256, config.seed)
-        dp = me.mesh.sizes["dp"]
-        step_module.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp))
+        me, batches = fuzz.made([*words, "--kernels", kernels], ONE_LAYER, fuzz.plain_sgd)
+        step_module.train_step(me, batches())
         return {name: g.double() for name, g in whole_gradients(me).items()}, calls
     finally:
         cuda_parts.matmul, flash_attention_cuda.call, matmul_ladder.call = matmul, run, product
@@ -305,27 +301,6 @@ def test_with_chapter_09s_cuda_every_gradient_is_as_near_to_float64_as_with_torc
         assert 1e-4 < apart(got, name) <= 1.5 * apart(theirs, name), (
             f"{name}: {apart(got, name):.2e} away from float64, torch's bf16 {apart(theirs, name):.2e}"
         )
-
-
-CUDA_REFUSED = [
-    ("--precision fp32", "--precision fp32: chapter 09's CUDA multiplies in bf16; use bf16 or bf16-master", 1),
-    (
-        "--precision bf16 --tp 2 --tp-overlap",
-        " cannot go with --tp-overlap backward, which has products of its own;",
-        2,
-    ),
-    ("--precision bf16-master --zero 1 --fpdt-chunks 2", " cannot go with --fpdt-chunks 2, which has products", 1),
-    ("--precision bf16", ": a head of 32 numbers; the CUDA attention takes 64 and 128, use other --heads", 1),
-    ("--precision bf16 --heads 2", "needs a Hopper GPU (sm_90a), and there is no GPU here; use --kernels torch", 1),
-]
-
-
-@pytest.mark.parametrize(("words", "line", "ranks"), CUDA_REFUSED, ids=lambda value: str(value))
-def test_cuda_where_it_cannot_run_is_refused_in_one_line_before_any_rank(words, line, ranks, text):
-    with pytest.raises(UsageError) as refusal:
-        train.prepare(["--data", text, "--device", "cpu", "--kernels", "cuda", *words.split()], ranks)
-    said = str(refusal.value)
-    assert said.startswith("--kernels cuda") and line in said and "\n" not in said, said
 
 
 def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(monkeypatch):
@@ -379,29 +354,6 @@ def test_compiled_blocks_give_the_loss_gradients_and_weights_of_one_process(rank
     words = options(text, f"--compile {layout}")
     counts = run_ranks(ranks, with_blocks_compiled, backend, words, fuzz.reference(words, ranks, SIZES), timeout=300)
     assert sum(counts) == SIZES.layers * (1 if "--pp" in layout else ranks)
-
-
-NOT_COMPILED = [
-    ("--tp 2", "--tp 2, which waits for other ranks inside a block", 2),
-    ("--cp 2", "--cp 2, which waits for other ranks", 2),
-    ("--experts 4", "--experts 4, which learns inside a block how many rows there are", 1),
-    ("--zero 3", "--zero 3, which waits for other ranks", 1),
-    ("--zero 1 --zero-late-gather", "--zero-late-gather, which waits for other ranks", 1),
-    ("--pp 2 --schedule zb-h1", "--schedule zb-h1, which runs a block's backward in its own way", 2),
-    ("--fpdt-chunks 2", "--fpdt-chunks 2, which runs a block's backward in its own way", 1),
-    ("--recompute full", "--recompute full, which runs a block's backward in its own way", 1),
-    ("--precision fp8-row", "--precision fp8-row, which keeps its scales from step to step", 1),
-    ("--kernels triton", "--kernels triton, which brings kernels that are compiled already", 1),
-]
-
-
-@pytest.mark.parametrize(("words", "line", "ranks"), NOT_COMPILED, ids=lambda value: str(value))
-def test_compile_where_it_cannot_be_is_refused_in_one_line(words, line, ranks, text):
-    given = ["--data", text, "--device", "cpu", "--compile", *words.split()]
-    with pytest.raises(UsageError) as refusal:
-        train.prepare(given, ranks)
-    said = str(refusal.value)
-    assert said.startswith(f"--compile cannot go with {line}") and said.endswith("; leave one of them out"), said
 
 
 def test_compile_without_a_compiler_is_refused(text, monkeypatch):

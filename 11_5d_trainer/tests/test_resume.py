@@ -41,9 +41,8 @@ def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("written_by", ["", "--zero 3", "--tp 2 --cp 2 --zero 1"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_resuming_in_another_layout_goes_on_with_the_same_losses(written_by, tied, text, tmp_path):
+@pytest.mark.parametrize(("tied", "written_by"), [(False, ""), (True, "--tp 2 --cp 2 --zero 1")])
+def test_resuming_in_another_layout_goes_on_with_the_same_losses(tied, written_by, text, tmp_path):
     words = [*arguments(text, keep=9), "--out", str(tmp_path / "run"), *(["--tied"] if tied else [])]
     log, folder = train_on(4, [*words, *written_by.split()], tied=tied)
     for ranks, layout in ((1, "--zero 0 --tp 1 --cp 1"), (2, "--zero 2 --tp 1 --cp 1"), (4, "--zero 0 --tp 4 --cp 1")):
@@ -134,19 +133,6 @@ def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file,
     for program in (lambda: generate.load_model(folder, "cpu"), lambda: hf.export(folder, str(tmp_path / "exported"))):
         program()
         assert capsys.readouterr().err.startswith("step-000008 is passed over: step-000008/")
-
-
-@pytest.mark.prove
-def test_other_contents_of_the_same_size_are_found_and_the_checkpoint_before_is_used(text, tmp_path):
-    log, folder = train_on(1, [*arguments(text, keep=9, min_lr=3e-3), "--out", str(tmp_path / "run")])
-    damaged = Path(folder) / "checkpoints" / "step-000008" / "__0_0.distcp"
-    whole = damaged.read_bytes()
-    damaged.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
-    again, _ = train_on(2, ["--resume", folder, "--steps", "9"])
-    assert (damaged.parents[1] / "superseded-step-000008").exists(), "it went on from the damaged one"
-    assert losses(again).keys() == set(range(1, 10))
-    for step in range(5, 9):
-        assert_same(f64(losses(again)[step]), f64(losses(log)[step]), 1e-9, f"loss and norm of step {step}")
 
 
 def run_with_a_growing_scale(words, sizes):
