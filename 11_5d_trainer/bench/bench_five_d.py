@@ -7,22 +7,19 @@ agree to 1e-10; only then is a step timed, in pairs. A ratio above 1 means that 
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import paths  # noqa: F401  finds the chapters below
 import five_d
-import model
-import step as trainer
 import torch
 import torch.distributed as dist
-import train
 from harness.ranks import run_ranks
 from harness.report import Ratio, paired, write_result
-from llama import LlamaConfig
+from test_five_d_and_trainer import side_by_side
 
 SIZES = five_d.ModelConfig(4, 64, 8, 4, 160, 0, 0, 64, 16, 4, torch.float64)
 OPTIONS = "--device cpu --seq-len 64 --global-batch 16 --precision fp64 --clip 1.0 --zero 1"
@@ -35,41 +32,16 @@ LAYOUTS = {  # of five_d.py: pp, cp, tp; and of the trainer
 }
 
 
-def name_in_llama(name):
-    layer, _, kind = name.rpartition(".")
-    if not layer:
-        return {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[kind] + ".weight"
-    inside = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    inside |= {x: f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    inside |= {x: f"mlp.{x}" for x in ("gate_proj", "up_proj", "down_proj")}
-    return f"model.layers.{layer}.{inside[kind]}.weight"
-
-
-def sgd(model, lr):
-    return torch.optim.SGD([{"params": list(model.parameters()), "weight_decay": 0.0}], lr=0.1)
-
-
 def next_to_the_trainer(layout, words):
     """Losses and norms of both, then how long a step takes, five_d.py's against the trainer's."""
     pp, cp, tp = layout
     c = SIZES
     mesh = five_d.Mesh(list(range(dist.get_world_size())), pp, cp, tp, 1)
-    words = [*words.split(), "--micro-batch", str(c.batch // (mesh.dp * c.num_micro_batches))]
-    options = train.prepare(words, dist.get_world_size()).config
-    sizes = LlamaConfig(256, c.hidden, c.n_layers, c.n_heads, c.n_kv_heads, c.ffn_hidden)
-    me = trainer.make_trainer(options, sizes, torch.device("cpu"), sgd)
-    first = dict(model.alone(sizes).double().named_parameters())
-    full = {name: first[name_in_llama(name)].detach() for name in five_d.build_model(c)}
-    flat_params = five_d.build_flat_params(five_d.shard_weights(full, c, mesh), mesh)
-    optimizer = torch.optim.SGD([flat_param.shard for flat_param in flat_params], lr=0.1)
+    steps_on = side_by_side(c, mesh, [*words.split(), "--micro-batch", str(c.batch // (mesh.dp * c.num_micro_batches))])
     text = torch.frombuffer(bytearray(Path(five_d.__file__).read_bytes()), dtype=torch.uint8).long()
     both = []
     for step in range(3):
-        tokens, labels = five_d.get_batch(text, step, c, masked=True)
-        own = (x.chunk(mesh.dp)[mesh.dp_rank].chunk(c.num_micro_batches) for x in (tokens, labels))
-        run_theirs = partial(trainer.train_step, me, list(zip(*own, strict=True)))
-        batch = five_d.shard_batch(tokens, labels, c, mesh)
-        run_ours = partial(five_d.train_step, batch, flat_params, optimizer, 1.0, c, mesh)
+        run_ours, run_theirs = steps_on(*five_d.get_batch(text, step, c, masked=True))
         both.append((run_ours(), run_theirs()))
     error = max((abs(a - b) for pair in both for a, b in zip(*pair, strict=True)), key=lambda e: (e != e, e))
     if not error <= 1e-10:

@@ -43,28 +43,32 @@ def measured(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
         return measured_steps(words, sizes)
 
 
-def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
+def made(words: dict[str, Any], sizes: LlamaConfig) -> tuple[Any, list]:
+    """This rank of a layout before the first step, and the batches of that step."""
     config = Config(**words)
     config.check()
     config.check_layout(sizes, dist.get_world_size())
     me = step_module.make_trainer(config, sizes, torch.device("cpu"))
-    dp = me.mesh.sizes["dp"]
-    place = me.mesh.place["dp"]
     sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
+    place, dp = me.mesh.place["dp"], me.mesh.sizes["dp"]
+    return me, sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
+
+
+def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
+    me, batches = made(words, sizes)
 
     def step() -> None:
         step_module.train_step(me, batches)
 
-    batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
     with communication() as sent:
         step()  # makes the optimizer's states
     result: dict[str, Any] = {"rank": me.mesh.place["pp"]}
     result["sent"] = {name: count for name, count in sent.sent.items() if count}
-    result["activations"] = [] if config.fpdt_chunks else alive_after_forward(me, batches)
+    result["activations"] = [] if me.config.fpdt_chunks else alive_after_forward(me, batches)
     result |= held(me)
     step_module.zero_grad(me)
     gc.collect()
-    meter: Any = DeviceMemory() if config.fpdt_chunks else peak_memory()  # DeviceMemory leaves out the host
+    meter: Any = DeviceMemory() if me.config.fpdt_chunks else peak_memory()  # DeviceMemory leaves out the host
     with meter as memory:
         step()
     gathered = sum(result[what] for what in ("weights", "gradients", "optimizer states"))

@@ -7,8 +7,8 @@
     python 11_5d_trainer/planner/bench_plan.py --ranking    only the order of layouts, after a few bytes
     python 11_5d_trainer/planner/bench_plan.py --figures    only draws
 
-First the bytes: if stored bytes are not exact, or a peak is off by more than 5 %, it ends with exit code 1
-and writes nothing. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed and compared with
+First the bytes: if bytes stored or sent are not exact, or a peak is off by more than 5 %, it ends with exit
+code 1 and writes nothing. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed and compared with
 the planner's order, with the rates that `plan.py --calibrate` measures on as many ranks just before. Times
 are ratios to the fastest.
 """
@@ -39,7 +39,7 @@ from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402
 from llama import LlamaConfig  # noqa: E402
 from options import Config  # noqa: E402
-from test_plan_memory import BASE, HELD, LAYOUTS, SIZES, all_of  # noqa: E402
+from test_plan_memory import BASE, LAYOUTS, SIZES, all_of, check_layout  # noqa: E402
 
 # Large enough that its matmuls, not the interpreter, take the time.
 RANKED_SIZES = LlamaConfig(vocab_size=256, hidden=256, layers=4, heads=8, kv_heads=4, intermediate=704)
@@ -63,16 +63,10 @@ RANKED = [
 def seconds(words: dict[str, Any], sizes: Any) -> float:
     """A step's time on this rank: the median of three means of two."""
     import step as step_module
-    import torch
     import torch.distributed as dist
-    from _plan_meter import TEXT
-    from data import Sampler
+    from _plan_meter import made
 
-    config = Config(**words)
-    me = step_module.make_trainer(config, sizes, torch.device("cpu"))
-    dp, place = me.mesh.sizes["dp"], me.mesh.place["dp"]
-    sampler = Sampler(TEXT, config.seq_len, sizes.vocab_size, 0)
-    batches = sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
+    me, batches = made(words, sizes)
     times = []
     for steps in (1, 2, 2, 2):  # the first is not counted
         dist.barrier()
@@ -93,10 +87,8 @@ def memory_rows(chosen: dict[int, list[dict[str, Any]]] = LAYOUTS) -> list[list[
         for i, words in enumerate(options):
             config, meter = Config(**words), results[0][i]
             layout, moe = pm.Layout.of(config, SIZES, ranks), config.mixture(SIZES)
-            held = pm.held(SIZES, moe, layout, meter["rank"])
+            check_layout(f"{ranks} ranks {layouts[i]}", SIZES, layout, moe, meter)
             got, want = sum(pm.peak(SIZES, moe, layout, meter["rank"]).values()), meter["peak"]
-            if held != {what: meter[what] for what in HELD} or not abs(got / want - 1) <= 0.05:
-                sys.exit(f"bench_plan.py: {ranks} ranks {layouts[i]}: held {held}, peak {got} against {want}: off")
             name = ", ".join(f"{key} {value}" for key, value in layouts[i].items()) or "plain"
             rows.append([f"{ranks} ranks: {name}", got, want, round(100 * (got / want - 1), 2) or 0.0])
     return rows

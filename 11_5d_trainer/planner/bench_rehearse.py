@@ -22,10 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
 from harness.figures import COLOURS, write_figure  # noqa: E402
-from harness.ranks import run_ranks  # noqa: E402
 from harness.report import write_result  # noqa: E402
 from rehearse import GIB, arguments, cluster_of, config_of, planned, rehearse  # noqa: E402
-from test_rehearse import BASE, PLANTED, REAL, SIZES, config, really, with_planted  # noqa: E402
+from test_rehearse import PLANTED, REAL, compared, with_planted  # noqa: E402
 
 LARGE = {
     "Llama-3 8B": "--model llama3-8b --ranks 64 --plan",
@@ -46,14 +45,7 @@ def small_rows() -> list[list[Any]]:
     """[ranks, layout, collectives and messages, bytes sent, peak by the meter, peak rehearsed], of the fullest rank."""
     rows = []
     for ranks, words in REAL:
-        measured = run_ranks(ranks, really, BASE | words, timeout=300.0)
-        done = rehearse(config(**words), SIZES, ranks, backend="gloo", all_ranks=True)
-        for rank, (events, sent, kept, peak) in enumerate(measured):
-            run = done.runs[rank]
-            mine = [(op.name, op.bytes, len(op.group[1])) for op in run.ops[run.step_from :]]
-            want = {**kept, "activations and buffers": peak}
-            if done.finding or mine != events or dict(run.sent()) != sent or run.bytes != want:
-                sys.exit(f"bench_rehearse.py: {ranks} ranks {words}, rank {rank}: {run.bytes} against {want}: off")
+        measured, done = compared(ranks, words)
         rank = max(range(ranks), key=lambda r: sum(done.runs[r].bytes.values()))
         events, sent, kept, peak = measured[rank]
         here, there = sum(kept.values()) + peak, sum(done.runs[rank].bytes.values())

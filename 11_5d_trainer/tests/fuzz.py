@@ -30,9 +30,10 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -79,6 +80,17 @@ def batches(config: Config, corpus: Any, micro_batch: int, place: int, dp: int) 
         return tokens, labels.masked_fill((tokens % (3 + first % 4) == 0) | (first % 9 == 0), -100)
 
     return [[thinned(*batch) for batch in step] for step in steps]
+
+
+def made(words: list[str], sizes: LlamaConfig, *optimizer: Any) -> tuple[Any, Callable[[], list[step_module.Batch]]]:
+    """This rank of a layout before the first step, and what gives the batches of the next step at each call."""
+    config = Config(**parse(words))
+    config.check_layout(sizes, dist.get_world_size())
+    sizes = dataclasses.replace(sizes, tied=config.tied)
+    me = step_module.make_trainer(config, sizes, torch.device("cpu"), *optimizer)
+    sampler = Sampler(load_corpus(config).train, config.seq_len, sizes.vocab_size, config.seed)
+    place, dp = me.mesh.place["dp"], me.mesh.sizes["dp"]
+    return me, lambda: sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
 
 
 def in_layout(words: list[str], sizes: LlamaConfig) -> Trace:
@@ -142,6 +154,7 @@ ABOUT_THE_MODEL = (
     "balance",
     "experts",
     "top_k",
+    "capacity",
     "router",
     "bias_speed",
 )
@@ -223,45 +236,54 @@ def write_tables(layouts: list[Layout], impossible: Refusals) -> None:
 ENDS = ("before a step", "in backward", "while a checkpoint is written")
 
 
+@contextlib.contextmanager
+def before_each_step(look: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call `look(number of the step, this rank)` before each step of a run."""
+    plain, numbers = train.train_step, itertools.count(1)
+
+    def watched(me: Any, *args: Any) -> Any:
+        look(next(numbers), me)
+        return plain(me, *args)
+
+    with mock.patch.object(train, "train_step", watched):
+        yield
+
+
 def doomed(words: list[str], who: int, step: int, how: str) -> None:
     """Train, but kill rank `who` at `step`, as the out-of-memory killer of an operating system does."""
-    do_step = step_module.train_step
-    save = checkpoint.Saver.save
-    steps = [0]
+    save, reached = checkpoint.Saver.save, [0]
 
     def die(*_: Any) -> Any:
-        if dist.get_rank() == who and steps[0] >= step:
+        if dist.get_rank() == who and reached[0] >= step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def counted(*args: Any) -> Any:
-        steps[0] += 1
+    def look(number: int, me: Any) -> None:
+        reached[0] = number
         if how == "before a step":
             die()
-        return do_step(*args)
+        if how == "in backward" and number == 1:
+            next(me.model.parameters()).register_hook(die)
 
     def saved(self: Any, *args: Any) -> None:
         save(self, *args)
         if how == "while a checkpoint is written":
             die()
 
-    def made(*args: Any, **more: Any) -> step_module.Trainer:
-        me = make(*args, **more)
-        if how == "in backward":
-            next(me.model.parameters()).register_hook(die)
-        return me
-
-    trainer: Any = train
-    saver: Any = checkpoint.Saver
-    make = trainer.make_trainer
-    trainer.make_trainer = made
-    trainer.train_step = counted
-    saver.save = saved
-    try:
+    with before_each_step(look), mock.patch.object(checkpoint.Saver, "save", saved):
         run(words)
-    finally:
-        trainer.make_trainer = make
-        trainer.train_step = do_step
-        saver.save = save
+
+
+def poisoned(rank: int, step: int, hook: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """In this step, and where it is repeated, a rank's model has a hook, which makes NaN in the backward pass."""
+    hooks: list[Any] = []
+
+    def look(number: int, me: Any) -> None:
+        while hooks:
+            hooks.pop().remove()
+        if number == step and dist.get_rank() == rank:
+            hooks.append(hook(me.model))
+
+    return before_each_step(look)
 
 
 def run(words: list[str], sizes: LlamaConfig = SIZES) -> list[train.Log]:

@@ -16,9 +16,7 @@ import generate
 import pytest
 import step as step_module
 import torch
-import torch.distributed as dist
 import train
-from data import Sampler
 from full_state import full_state, load_full_state, share_of_state
 from gradients import Replicated
 from harness.meter import peak_memory, storage_bytes
@@ -28,27 +26,12 @@ from model import full_shapes
 from step import weight_dtype
 from test_train import arguments
 
-SIZES = LlamaConfig(hidden=32, layers=8, heads=4, kv_heads=2, intermediate=48)
+SIZES = LlamaConfig(hidden=32, layers=4, heads=4, kv_heads=2, intermediate=48)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return fuzz.write_text(tmp_path_factory.mktemp("data"))
-
-
-def made(words):
-    """This rank before the first step, the sizes of its model, and its batches."""
-    plan = train.prepare(words, dist.get_world_size())
-    config, sizes = plan.config, dataclasses.replace(SIZES, tied=plan.config.tied)
-    me = step_module.make_trainer(config, sizes, torch.device("cpu"))
-    sampler, dp = Sampler(plan.corpus.train, config.seq_len, 256, config.seed), me.mesh.sizes["dp"]
-    return me, sizes, lambda: sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp)
-
-
-def trained(words):
-    me, sizes, batches = made(words)
-    step_module.train_step(me, batches())
-    return me, sizes
 
 
 def by_key(state):
@@ -108,57 +91,46 @@ def words_for(text, layout):
 def shares(words):
     """Of this rank: bytes of each tensor of its share, bytes that these keep alive, peak while it was made, the layers
     it has, the bytes on disk that the shapes promise, the largest thing at once."""
-    me, sizes = trained(words)
+    me, batches = fuzz.made(words, SIZES)
+    step_module.train_step(me, batches())
     with peak_memory() as memory:
         share = by_key(share_of_state(me.owners, me.model, me.mesh))
     live = {p.untyped_storage().data_ptr() for p in me.model.parameters()}
     assert live.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in share.values()), "the next step changes it"
     kept = {key: tensor.nbytes for key, tensor in share.items()}
     layers = tuple(sorted(me.model.model.layers._modules))
-    alive, expected = storage_bytes(share.values()), bytes_on_disk(me.config, sizes)
+    alive, expected = storage_bytes(share.values()), bytes_on_disk(me.config, me.model.config)
     return kept, alive, memory.peak, layers, expected, largest_at_once(me)
-
-
-@pytest.fixture(scope="module")
-def shares_in(text):
-    """What all ranks of a layout say; two tests ask."""
-    return functools.cache(lambda ranks, layout: run_ranks(ranks, shares, words_for(text, layout)))
 
 
 @pytest.mark.always("4---experts 4 --ep 2 --pp 2 --schedule dualpipe --micro-batch 1")
 @each_layout
-def test_each_tensor_is_kept_whole_by_one_rank_and_all_ranks_of_a_stage_keep_about_as_much(ranks, layout, shares_in):
-    results = shares_in(ranks, layout)
+def test_each_tensor_is_kept_whole_by_one_rank_and_all_ranks_of_a_stage_keep_about_as_much(ranks, layout, text):
+    results = run_ranks(ranks, shares, words_for(text, layout))
     expected = results[0][4]
     times = Counter(key for kept, *_ in results for key in kept)
     assert times == dict.fromkeys(expected, 1), "not exactly once: " + str(
         {key: times[key] for key in times.keys() | expected.keys() if times[key] != 1 or key not in expected}
     )
     assert {key: size for kept, *_ in results for key, size in kept.items()} == expected
-    for who, (kept, *_, layers, _, _) in enumerate(results):
+    for who, (kept, alive, peak, layers, _, largest) in enumerate(results):
         stage = [sum(other.values()) for other, *_, theirs, _, _ in results if theirs == layers]
         most = sum(stage) / len(stage) + max(expected.values())
         assert sum(kept.values()) <= most, f"rank {who} keeps {sum(kept.values()):,} bytes of {sum(stage):,}"
-
-
-@pytest.mark.prove
-@each_layout
-def test_while_it_saves_a_rank_holds_its_share_and_what_comes_by(ranks, layout, shares_in):
-    for who, (kept, alive, peak, *_, largest) in enumerate(shares_in(ranks, layout)):
         assert alive == sum(kept.values()), f"rank {who}: {alive:,} bytes are alive for {sum(kept.values()):,}"
-        # What comes by is there as pieces of all ranks, put together, in host memory, and in the copy that is kept; and
-        # gloo may still have a buffer or two.
+        # While it saves, what comes by is there as pieces of all ranks, put together, in host memory, and in the copy
+        # that is kept; and gloo may still have a buffer or two.
         assert peak <= alive + 6 * largest, f"rank {who}: {peak:,} bytes for a share of {alive:,}"
 
 
 def saved_while_training(words, folder):
     """Hand over the share, and train on while it may not have been written yet. Returns what was there to be saved."""
-    me, sizes, batches = made(words)
+    me, batches = fuzz.made(words, SIZES)
     step_module.train_step(me, batches())
     before = full_state(me.owners, me.model, me.mesh)
     share = share_of_state(me.owners, me.model, me.mesh)
     step_module.train_step(me, batches())
-    progress = checkpoint.Progress(1, 8, 1, dataclasses.asdict(me.config), dataclasses.asdict(sizes))
+    progress = checkpoint.Progress(1, 8, 1, dataclasses.asdict(me.config), dataclasses.asdict(me.model.config))
     saver = checkpoint.Saver(Path(folder), me.mesh.groups["saving"], 2)
     saver.save(share, progress)
     saver.finish()
@@ -184,7 +156,7 @@ def test_the_share_is_a_copy_that_the_next_step_does_not_change(ranks, layout, t
 def loaded(words, folder):
     """Load a checkpoint and gather it again. Returns that, how often each tensor was read and the table of contents,
     the peak over what is held afterwards, the buckets, and the largest thing at once."""
-    me, sizes, _ = made(words)
+    me, _ = fuzz.made(words, SIZES)
     read_from, read_index, asked, opened = checkpoint.reader, checkpoint.dcp.FileSystemReader.read_metadata, [], []
 
     def counting(path):
@@ -197,7 +169,7 @@ def loaded(words, folder):
 
     checkpoint.reader, checkpoint.dcp.FileSystemReader.read_metadata = counting, read_and_count
     try:
-        like = full_shapes(sizes, me.config.mixture(sizes))
+        like = full_shapes(me.model.config, me.config.mixture(me.model.config))
         with peak_memory() as memory:
             full = checkpoint.load(checkpoint.find(folder)[1], like, weight_dtype(me.config))
             load_full_state(me.owners, me.model, me.mesh, full)

@@ -6,6 +6,7 @@ The layouts come from fuzz.py; `make fuzz` tries many more of them than there is
 import dataclasses
 import itertools
 import shutil
+import traceback
 from pathlib import Path
 
 import paths  # noqa: F401  finds the chapters below
@@ -13,7 +14,7 @@ import fuzz
 import pytest
 import torch
 from harness.programs import refusal
-from harness.ranks import RankFailure, run_ranks
+from harness.ranks import run_ranks
 from harness.reference import assert_same
 from layouts import AXES, BOTH_WAYS, FULL, SIZES, SPLIT, WHOLE, Layout, covering, options, random_layouts
 from options import Config, parse
@@ -67,15 +68,8 @@ def test_in_the_covering_set_all_kinds_meet_by_twos_and_by_threes_or_are_refused
 @pytest.mark.prove
 @pytest.mark.parametrize("part", range(6))
 def test_every_two_kinds_of_parallelism_together_give_the_loss_gradients_and_weights_of_one_process(part, text):
-    layouts, _ = covering(pairs=False, triples=False, most=4)
-    assert fuzz.verify(layouts[part::6], text) == len(layouts[part::6]) < 20
-    assert max(one.ranks for one in layouts) == 4
-
-
-@pytest.mark.prove
-def test_they_do_on_up_to_eight_ranks(text):
     layouts, _ = covering(pairs=False, triples=False, most=8)
-    assert fuzz.verify(layouts, text) == len(layouts) < 50
+    assert fuzz.verify(layouts[part::6], text) == len(layouts[part::6]) < 10
     assert max(one.ranks for one in layouts) == 8
 
 
@@ -98,15 +92,21 @@ def test_random_layouts_depend_on_the_seed_alone_and_are_all_valid():
 
 
 def test_a_layout_that_differs_is_named_with_its_rank_and_tensor(text):
-    words = options(text, "--tp 2")
+    words = options(text, "--tp 2", micro_batch=8)
     want = fuzz.reference(words, 2)
     name = "model.layers.2.mlp.up_proj.weight"
     gradients = [one | {name: one[name] * (1 + 1e-7)} for one in want.gradients]
     wrong = dataclasses.replace(want, gradients=gradients)
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(2, fuzz.compare_on_ranks, [words], [wrong], SIZES, False)
-    assert name in str(failure.value) and "on rank" in str(failure.value)
-    assert "in the layout: " in str(failure.value) and "--tp 2" in str(failure.value)
+    for said in run_ranks(2, said_of_a_difference, words, wrong):
+        assert name in said and "on rank" in said
+        assert "in the layout: " in said and "--tp 2" in said
+
+
+def said_of_a_difference(words, wrong):
+    try:
+        fuzz.compare_on_ranks([words], [wrong], SIZES, False)
+    except AssertionError as error:
+        return "".join(traceback.format_exception(error))
 
 
 @pytest.mark.parametrize(
@@ -119,40 +119,6 @@ def test_a_layout_that_differs_is_named_with_its_rank_and_tensor(text):
 )
 def test_wrong_options_of_the_fuzzer_end_in_one_line(words, line):
     assert refusal(fuzz.arguments, words).startswith(line)
-
-
-# ---------------------------------------------------------------------------------------- losses: AdamW, clipped
-
-ADAMW = [
-    (4, "--micro-batch 1 --cp 2 --cp-kind zigzag --zero 3"),
-    (4, "--micro-batch 2 --cp 2 --cp-kind ulysses --pp 2 --schedule zb-v --stages-per-rank 2 --recompute full"),
-    (4, "--micro-batch 1 --tp 2 --sequence-parallel --experts 4 --ep 2 --zero 2"),
-    (4, "--micro-batch 1 --pp 2 --schedule dualpipe --experts 4 --ep 2 --zero 1"),
-    (16, f"--micro-batch 1 {FULL[0]}"),
-]
-
-
-def losses_of_runs(lines):
-    """Losses and gradient norms of one run after the other, [steps, 2] each."""
-    return [torch.tensor(list(fuzz.losses(fuzz.run(words)).values()), dtype=torch.float64) for words in lines]
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("ranks", [4, 16])
-def test_twenty_adamw_steps_give_the_losses_and_norms_of_one_rank(ranks, text, tmp_path):
-    def words(layout, name):
-        return [*options(text, layout, clip=1), "--out", str(tmp_path / name)]
-
-    models = ["--micro-batch 2", "--micro-batch 2 --experts 4"]
-    dense, sparse = run_ranks(1, losses_of_runs, [words(one, f"one-{i}") for i, one in enumerate(models)], timeout=180)[
-        0
-    ]
-    assert dense.shape == sparse.shape == (20, 2)
-    layouts = [words for count, words in ADAMW if count == ranks]
-    lines = [words(layout, f"{ranks}-{i}") for i, layout in enumerate(layouts)]
-    for layout, got in zip(layouts, run_ranks(ranks, losses_of_runs, lines, timeout=300)[0], strict=True):
-        want = sparse if "--experts" in layout else dense
-        assert_same(got, want, 1e-9, f"losses and norms of 20 steps on {ranks} ranks {layout}")
 
 
 # ---------------------------------------------------------------------------- saved in one layout, resumed in others
@@ -194,9 +160,13 @@ SAVED = {  # by four ranks, in the most complicated layouts
 }
 
 
+def losses_of_runs(lines):
+    """Losses and gradient norms of one run after the other, [steps, 2] each."""
+    return [torch.tensor(list(fuzz.losses(fuzz.run(words)).values()), dtype=torch.float64) for words in lines]
+
+
 @pytest.mark.prove
-@pytest.mark.parametrize("some", ["at 1 and 2 ranks", "all"])
-def test_a_run_saved_in_one_layout_goes_on_in_24_others_with_the_same_losses(some, text, tmp_path):
+def test_a_run_saved_in_one_layout_goes_on_in_24_others_with_the_same_losses(text, tmp_path):
     words = {
         name: [*options(text, layout, clip=1, steps=6, save_every=4, keep=9), "--out", str(tmp_path / name)]
         for name, layout in SAVED.items()
@@ -204,7 +174,7 @@ def test_a_run_saved_in_one_layout_goes_on_in_24_others_with_the_same_losses(som
     undisturbed = dict(zip(words, run_ranks(4, losses_of_runs, list(words.values()), timeout=180)[0], strict=True))
     cases = [("dense", *case) for case in DENSE] + [("sparse", *case) for case in SPARSE]
     assert len(cases) >= 20
-    for ranks in (1, 2, 4) if some == "all" else (1, 2):
+    for ranks in (1, 2, 4):
         chosen, lines = [case for case in cases if case[1] == ranks], []
         for i, (name, _, layout) in enumerate(chosen):
             saved = Path("checkpoints") / "step-000004"

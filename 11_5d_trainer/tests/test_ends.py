@@ -17,8 +17,8 @@ from unittest import mock
 
 import checkpoint
 import data
+import fuzz
 import pytest
-import step as step_module
 import torch.distributed as dist
 import train
 from harness.ranks import run_ranks
@@ -129,29 +129,17 @@ def test_a_dead_or_stuck_rank_ends_the_others_in_bounded_time_and_one_line(how, 
 
 
 def poisoned(words, on_rank, at_step):
-    """Two ranks; in one step, and in its repetition, a layer's backward makes NaN on one of them."""
-    plan = train.prepare(words, dist.get_world_size())
-    plan = dataclasses.replace(plan, model=SIZES)
+    """How a run ends in which one rank has NaN in one step: the code, the lines that are said, and the log."""
+    plan = dataclasses.replace(train.prepare(words, dist.get_world_size()), model=SIZES)
     plan, folder = train.agree(plan)
-    steps, make = [0], train.make_trainer
+    said = io.StringIO()
 
-    def with_poison(*args, **options):
-        me = make(*args, **options)
-        if dist.get_rank() == on_rank:
-            layer = me.model.get_submodule("model.layers.0.mlp.up_proj")  # earlier layers get it too
-            layer.register_full_backward_pre_hook(lambda _, g: (g[0] * math.nan,) if steps[0] == at_step else g)
-        return me
+    def hook(model):
+        layer = model.get_submodule("model.layers.0.mlp.up_proj")  # earlier layers get it too
+        return layer.register_full_backward_pre_hook(lambda _, g: (g[0] * math.nan,))
 
-    def counted(*args):
-        steps[0] += 1
-        return step_module.train_step(*args)
-
-    train.make_trainer, train.train_step, said = with_poison, counted, io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            code = train.run_to_its_end(plan, folder, train.Stop())
-    finally:
-        train.make_trainer, train.train_step = make, step_module.train_step
+    with contextlib.redirect_stderr(said), fuzz.poisoned(on_rank, at_step, hook):
+        code = train.run_to_its_end(plan, folder, train.Stop())
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return code, [line for line in said.getvalue().splitlines() if line.startswith("train.py: ")], log
 
@@ -159,7 +147,7 @@ def poisoned(words, on_rank, at_step):
 @pytest.mark.always("2")
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_gradient_that_is_not_finite_is_named_and_the_run_stops_or_skips_as_asked(zero, text, tmp_path):
-    words = arguments(text, zero=zero, micro_batch=4, save_every=2)
+    words = arguments(text, zero=zero, micro_batch=4, save_every=2, steps=4)
     ended = run_ranks(2, poisoned, [*words, "--out", str(tmp_path / "stop")], 1, 3)
     assert [code for code, *_ in ended] == [3, 3]
     [line], others = ended[0][1], ended[1][1]  # one line in all

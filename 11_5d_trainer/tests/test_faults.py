@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -30,7 +31,7 @@ import step as step_module
 import torch
 import torch.distributed as dist
 import train
-from data import Sampler
+from harness.programs import error_from
 from harness.ranks import RankFailure, run_ranks
 from options import RunEnds, UsageError
 from train import Stop
@@ -127,18 +128,17 @@ def test_a_rank_may_die_while_a_run_goes_on_in_another_layout_and_the_checkpoint
 
 
 def stuck(words, who, step):
-    """Train; rank `who` falls asleep in a step. Returns the seconds until this rank noticed."""
-    do_step, begin = step_module.train_step, []
+    """Train; rank `who` falls asleep in a step. Raises with the seconds until this rank noticed."""
+    begin = []
 
-    def step_or_sleep(*args):
+    def look(number, me):
         begin.append(time.monotonic())
-        if dist.get_rank() == who and len(begin) == step:
+        if dist.get_rank() == who and number == step:
             time.sleep(60)
-        return do_step(*args)
 
-    train.train_step = step_or_sleep
     try:
-        fuzz.run(words)
+        with fuzz.before_each_step(look):
+            fuzz.run(words)
     except RuntimeError as error:
         raise AssertionError(f"noticed after {time.monotonic() - begin[-1]:.0f} s: {error}") from error
 
@@ -236,24 +236,29 @@ def agreed(words):
     return plan.resume[2].step, plan.messages
 
 
+def refused(words):
+    return error_from(UsageError, agreed, words)
+
+
 def test_when_no_checkpoint_is_whole_the_run_ends_in_one_line(text, tmp_path):
     words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
     run_ranks(1, fuzz.run, words)
     damage(tmp_path / "run", "step-000002", "__0_0.distcp", "corrupted")
-    with pytest.raises(RankFailure, match=r"UsageError: --resume .*: no checkpoint is whole: step-000002 is "):
-        run_ranks(1, agreed, ["--resume", str(tmp_path / "run"), "--steps", "4"])
+    [said] = run_ranks(1, refused, ["--resume", str(tmp_path / "run"), "--steps", "4"])
+    assert re.match(r"--resume .*: no checkpoint is whole: step-000002 is ", said), said
 
 
 @pytest.mark.prove
 def test_ranks_that_see_different_checkpoints_end_in_one_line(text, tmp_path):
     words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
     run_ranks(2, fuzz.run, words)
-    with pytest.raises(RankFailure, match=r"UsageError: --resume: rank 0 sees .*step-000002 and rank 1 sees no check"):
-        run_ranks(2, agreed_in_own_folders, words[:-1], [str(tmp_path / "run"), str(tmp_path / "of another node")])
+    folders = [str(tmp_path / "run"), str(tmp_path / "of another node")]
+    for said in run_ranks(2, refused_in_own_folders, words[:-1], folders):
+        assert re.match(r"--resume: rank 0 sees .*step-000002 and rank 1 sees no check", said), said
 
 
-def agreed_in_own_folders(words, folders):
-    agreed([*words, folders[dist.get_rank()], "--restart", "--steps", "4"])
+def refused_in_own_folders(words, folders):
+    return refused([*words, folders[dist.get_rank()], "--restart", "--steps", "4"])
 
 
 def read_again(words):
@@ -391,11 +396,10 @@ def test_whatever_the_system_refuses_while_a_checkpoint_gets_its_name_one_is_com
 
 
 def held_by_another(words, folder):
-    """Rank 0's job begins while another one has the folder."""
+    """What a job says that begins while another one has the folder."""
     with (Path(folder) / "lock").open("a+") as file:  # another open file is another holder, in this process too
-        if dist.get_rank() == 0:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        agreed(words)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return refused(words)
 
 
 def test_two_jobs_do_not_write_into_one_folder(text, tmp_path, monkeypatch, capsys):
@@ -415,8 +419,8 @@ def test_two_jobs_do_not_write_into_one_folder(text, tmp_path, monkeypatch, caps
     lock.close()
     with checkpoint.hold(tmp_path / "run"):
         pass
-    with pytest.raises(RankFailure, match="UsageError: .*/run is being written by "):
-        run_ranks(2, held_by_another, words, str(tmp_path / "run"))  # it came between looking and writing
+    [said] = run_ranks(1, held_by_another, words, str(tmp_path / "run"))  # it came between looking and writing
+    assert "/run is being written by " in said
 
 
 def test_a_job_that_waits_for_another_goes_on_from_what_that_one_has_written_last(text, tmp_path, monkeypatch):
@@ -444,33 +448,31 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, 
 
 def signalled(words, who, step, number):
     """Train as the command does; the signal reaches rank `who` alone in `step`. Returns the last step and the vote."""
-    do_step, steps, stop = step_module.train_step, [0], Stop()
-    before = signal.signal(number, stop)
+    stop, steps = Stop(), []
 
-    def counted(*args):
-        steps[0] += 1
-        if dist.get_rank() == who and steps[0] == step:
+    def look(at, me):
+        steps.append(at)
+        if dist.get_rank() == who and at == step:
             os.kill(os.getpid(), number)
-        return do_step(*args)
 
-    train.train_step = counted
+    before = signal.signal(number, stop)
     try:
-        plan, folder = train.agree(train.prepare(words, dist.get_world_size()))
-        train.train(plan, folder, stop)
+        with fuzz.before_each_step(look):
+            plan, folder = train.agree(train.prepare(words, dist.get_world_size()))
+            train.train(plan, folder, stop)
     finally:
-        train.train_step = do_step
         signal.signal(number, before)
-    return steps[0], stop.asked
+    return steps[-1], stop.asked
 
 
 @pytest.mark.always("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_a_signal_to_one_rank_makes_all_write_a_checkpoint_of_that_step_and_stop(number, text, tmp_path):
-    words = [*fuzz.options(text, "--tp 2", steps=8), "--out", str(tmp_path / "run")]
-    assert run_ranks(2, signalled, words, 1, 5, number) == [(5, False), (5, True)]
-    assert names(tmp_path / "run") == ["step-000005"]
+    words = [*fuzz.options(text, "--tp 2", steps=5, micro_batch=8), "--out", str(tmp_path / "run")]
+    assert run_ranks(2, signalled, words, 1, 3, number) == [(3, False), (3, True)]
+    assert names(tmp_path / "run") == ["step-000003"]
     logged = [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert logged == [0, 1, 2, 3, 4, 5]
+    assert logged == [0, 1, 2, 3]
 
 
 @pytest.mark.prove
@@ -483,11 +485,9 @@ def test_a_signal_in_the_last_step_stops_nothing(text, tmp_path):
 # ------------------------------------------------------------------------------------------------ not a number
 
 
-def counts_of_a_step_that_is_left_out(words, text):
-    plan = train.prepare([*words, "--data", text], 1)
-    me = step_module.make_trainer(plan.config, fuzz.SIZES, torch.device("cpu"))
-    sampler = Sampler(plan.corpus.train, plan.config.seq_len, 256, 0)
-    batches = sampler.step(plan.config.micro_batch, plan.config.accumulation(1), 0, 1)
+def counts_of_a_step_that_is_left_out(words):
+    me, next_batches = fuzz.made(words, fuzz.SIZES)
+    batches = next_batches()
     next(me.model.parameters()).register_hook(lambda g: g * math.nan)
     _, norm = step_module.train_step(me, batches)
     counts = [[layer.step_counts.sum().item() for layer in step_module.moe_layers(me.model)]]
@@ -497,36 +497,23 @@ def counts_of_a_step_that_is_left_out(words, text):
 
 def test_a_step_that_is_left_out_moves_no_experts_bias_later(text):
     words = [*fuzz.options(text, "--experts 4 --router sigmoid --bias-speed 0.01"), "--on-nan", "skip"]
-    [(norm, counts)] = run_ranks(1, counts_of_a_step_that_is_left_out, words, text)
+    [(norm, counts)] = run_ranks(1, counts_of_a_step_that_is_left_out, words)
     assert math.isnan(norm) and counts[0] and not any(map(any, counts)), counts
 
 
-def poisoned(words, step, layer):
-    """Train; in `step` the loss of the whole run becomes NaN in one layer, on the first rank that holds it."""
-    do_step, make, steps = step_module.train_step, train.make_trainer, [0]
-    name = f"model.layers.{layer}.input_layernorm.weight"
+def poisoned(words, step, layer, holder=0):
+    """Train; in `step` the gradient of a layer is NaN on `holder`. Returns the steps left out, or what ends the run."""
 
-    def made(*args, **more):
-        me = make(*args, **more)
-        mine = dict(me.model.named_parameters())
-        holders = [None] * dist.get_world_size()
-        dist.all_gather_object(holders, name in mine)
-        if dist.get_rank() == holders.index(True):
-            mine[name].register_hook(lambda g: g * math.nan if steps[0] == step else g)
-        return me
+    def hook(model):
+        weight = model.get_parameter(f"model.layers.{layer}.input_layernorm.weight")
+        return weight.register_hook(lambda g: g * math.nan)
 
-    def counted(*args):
-        steps[0] += 1
-        return do_step(*args)
-
-    train.make_trainer, train.train_step = made, counted
     try:
-        log = fuzz.run(words)
-        return [line["step"] for line in log if "loss" in line and not math.isfinite(line["grad_norm"])]
+        with fuzz.poisoned(holder, step, hook):
+            log = fuzz.run(words)
     except step_module.NotFinite as error:
         return str(error)
-    finally:
-        train.make_trainer, train.train_step = make, do_step
+    return [line["step"] for line in log if "loss" in line and not math.isfinite(line["grad_norm"])]
 
 
 LAYOUTS = [  # (layout, the rank that holds layer 3 first, --on-nan)
@@ -538,8 +525,8 @@ LAYOUTS = [  # (layout, the rank that holds layer 3 first, --on-nan)
 ]
 
 
-def poisoned_in_turn(lines):
-    return [poisoned(words, 2, 3) for words in lines]
+def poisoned_in_turn(lines, holders):
+    return [poisoned(words, 2, 3, holder) for words, holder in zip(lines, holders, strict=True)]
 
 
 @pytest.mark.prove
@@ -548,7 +535,7 @@ def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_layer_and_step_in
         [*fuzz.options(text, f"{layout} --micro-batch 1", steps=3), "--on-nan", action, "--out", str(tmp_path / str(i))]
         for i, (layout, _, action) in enumerate(LAYOUTS)
     ]
-    for said in run_ranks(4, poisoned_in_turn, lines, timeout=120):
+    for said in run_ranks(4, poisoned_in_turn, lines, [holder for _, holder, _ in LAYOUTS], timeout=120):
         for (layout, holder, action), outcome in zip(LAYOUTS, said, strict=True):
             where = f"step 2: rank {holder}: gradient of model.layers.3.input_layernorm.weight is not finite; the "
             if action == "stop":

@@ -1,5 +1,7 @@
 """five_d.py next to the trainer, which imports the chapters' in-depth code: same weights, batches, losses, norms."""
 
+from functools import partial
+
 import paths  # noqa: F401  finds the chapters below
 import five_d
 import model
@@ -8,6 +10,7 @@ import step as trainer
 import torch
 import torch.distributed as dist
 import train
+from fuzz import plain_sgd
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import LlamaConfig
@@ -24,29 +27,30 @@ TRAINED = [
 ]
 
 
-def sgd(model, lr):
-    return torch.optim.SGD([{"params": list(model.parameters()), "weight_decay": 0.0}], lr=0.1)
-
-
-def trainer_and_five_d(words, layout):
-    """Losses and norms of both, from the trainer's own first weights, on the same global batches; clipped at 1."""
-    c = sizes_of(layout, seq_len=16, batch=8)
+def side_by_side(c, mesh, words):
+    """What gives for a batch a step of five_d.py and one of the trainer, both from the trainer's own first weights."""
     sizes = LlamaConfig(256, c.hidden, c.n_layers, c.n_heads, c.n_kv_heads, c.ffn_hidden)
     options = train.prepare(words, dist.get_world_size()).config
-    me = trainer.make_trainer(options, sizes, torch.device("cpu"), sgd)
+    me = trainer.make_trainer(options, sizes, torch.device("cpu"), plain_sgd)
     first = dict(model.alone(sizes, options.mixture(sizes)).double().named_parameters())
-    mesh = mesh_of(layout)
     full = {name: first[name_in_llama(name)].detach() for name in five_d.build_model(c)}
     flat_params = five_d.build_flat_params(five_d.shard_weights(full, c, mesh), mesh)
     optimizer = torch.optim.SGD(shards_of(flat_params), lr=0.1)
-    both = []
-    for step in range(3):
-        tokens, labels = get_batch(step, c)
-        own = (x.chunk(me.mesh.sizes["dp"])[me.mesh.place["dp"]].chunk(c.num_micro_batches) for x in (tokens, labels))
-        theirs = trainer.train_step(me, list(zip(*own, strict=True)))
+
+    def steps_on(tokens, labels):
+        own = (x.chunk(mesh.dp)[mesh.dp_rank].chunk(c.num_micro_batches) for x in (tokens, labels))
         batch = five_d.shard_batch(tokens, labels, c, mesh)
-        both.append((five_d.train_step(batch, flat_params, optimizer, 1.0, c, mesh), theirs))
-    return both
+        run_ours = partial(five_d.train_step, batch, flat_params, optimizer, 1.0, c, mesh)
+        return run_ours, partial(trainer.train_step, me, list(zip(*own, strict=True)))
+
+    return steps_on
+
+
+def trainer_and_five_d(words, layout):
+    """Losses and norms of both on the same global batches; clipped at 1."""
+    c = sizes_of(layout, seq_len=16, batch=8)
+    steps_on = side_by_side(c, mesh_of(layout), words)
+    return [[run() for run in steps_on(*get_batch(step, c))] for step in range(3)]
 
 
 @pytest.mark.prove

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 
@@ -22,6 +23,7 @@ from moe_layer import MoEConfig
 from moe_llama import cut_experts
 from options import Config, UsageError
 from safetensors.torch import load_file, save_file
+from test_bad_input import refusal
 from test_train import SMALL, TEXT, arguments, losses, run, train_on
 
 TOKENS = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -172,7 +174,7 @@ IMPORTS = [  # of a Llama without a tie: test_sizes.py, for five steps
 @pytest.mark.parametrize(("kind", "ranks", "layout"), IMPORTS, ids=lambda value: str(value))
 def test_a_run_from_a_hugging_face_folder_starts_with_the_losses_of_transformers(kind, ranks, layout, text, tmp_path):
     folder = new_model(tmp_path / "model", "mixtral" if kind == "mixtral" else "llama", tied=kind == "tied")
-    words = [*arguments(text, steps=2, eval_samples=8), *layout.split(), "--init", folder]
+    words = [*arguments(text, steps=1, warmup=0, micro_batch=4, eval_samples=8), *layout.split(), "--init", folder]
     log, _ = run_ranks(ranks, run, [*words, "--out", str(tmp_path / "run")], {})[0]
     theirs, corpus = read_by_transformers(folder), load_corpus(Config(data=text, seq_len=16))
     held_out, training = (Sampler(tokens, 16, 256, 0) for tokens in (corpus.val, corpus.train))
@@ -211,18 +213,6 @@ def test_a_folder_goes_through_a_run_with_every_size_it_came_with(kind, text, tm
     assert hf.read_sizes(folder)[0].rope_theta in (10000.0, 20000.0)
 
 
-@pytest.mark.prove
-def test_a_run_that_began_with_a_folder_resumes_without_it(text, tmp_path):
-    folder = new_model(tmp_path / "model", "mixtral")
-    # Experts are balanced within a micro-batch of all ranks, so that loss depends on the layout. Here it is left out.
-    words = [*arguments(text, keep=9, balance=0), "--init", folder, "--out", str(tmp_path / "run")]
-    log, run_folder = run_ranks(1, run, words, {})[0]
-    shutil.rmtree(folder)
-    again, _ = run_ranks(2, run, ["--resume", f"{run_folder}/checkpoints/step-000004", "--ep", "2"], {})[0]
-    for step in range(5, 9):
-        assert_same(losses(again)[step][0], losses(log)[step][0], 1e-9, f"loss of step {step}")
-
-
 def changed(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -234,7 +224,7 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
     weights = load_file(good / "model.safetensors")
     words, bias = arguments(text), "model.layers.0.self_attn.o_proj.bias"
 
-    def refusal(name, **changes):
+    def said_of(name, **changes):
         folder = tmp_path / name
         shutil.copytree(good, folder)
         changed(folder, **changes)
@@ -249,57 +239,45 @@ def test_folders_that_cannot_be_trained_are_refused_in_one_line_before_any_proce
         if name == "cut":
             file = folder / "model.safetensors"
             file.write_bytes(file.read_bytes()[:1000])
-        with pytest.raises(UsageError) as error:
-            train.prepare([*words, "--init", str(folder)], 1)
-        assert "\n" not in str(error.value)
-        return str(error.value).removeprefix(f"--init {folder} ")
+        return refusal([*words, "--init", str(folder)]).removeprefix(f"--init {folder} ")
 
     up = "model.layers.1.mlp.up_proj.weight"
     known = "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe"
-    assert refusal("gpt", model_type="gpt2") == f"is a 'gpt2', but only {known} can be trained here"
-    assert refusal("missing") == f"has 1 *.safetensors, and in none of them {up}"
-    assert refusal("more") == f"has {bias}, which the model of its config.json does not have"
-    assert refusal("none").startswith("has no model.safetensors, nor model.safetensors.index.json")
-    assert refusal("other") == "has model.norm.weight of shape [7], but its config.json asks for [32]"
-    assert refusal("deeper", num_hidden_layers=3).startswith("has 1 *.safetensors, and in none of them model.layers.2.")
+    assert said_of("gpt", model_type="gpt2") == f"is a 'gpt2', but only {known} can be trained here"
+    assert said_of("missing") == f"has 1 *.safetensors, and in none of them {up}"
+    assert said_of("more") == f"has {bias}, which the model of its config.json does not have"
+    assert said_of("none").startswith("has no model.safetensors, nor model.safetensors.index.json")
+    assert said_of("other") == "has model.norm.weight of shape [7], but its config.json asks for [32]"
+    assert said_of("deeper", num_hidden_layers=3).startswith("has 1 *.safetensors, and in none of them model.layers.2.")
     query = "model.layers.0.self_attn.q_proj.weight"
-    assert refusal("wide", head_dim=16) == f"has {query} of shape [32, 32], but its config.json asks for [64, 32]"
-    assert refusal("biased", attention_bias=True).startswith("has attention_bias = True; only false is trained here")
-    assert refusal("gelu", hidden_act="gelu").startswith("has hidden_act = 'gelu'; only \"silu\" is trained here")
+    assert said_of("wide", head_dim=16) == f"has {query} of shape [32, 32], but its config.json asks for [64, 32]"
+    assert said_of("biased", attention_bias=True).startswith("has attention_bias = True; only false is trained here")
+    assert said_of("gelu", hidden_act="gelu").startswith("has hidden_act = 'gelu'; only \"silu\" is trained here")
     yarn = {"rope_type": "yarn", "factor": 8.0}
-    assert refusal("long", rope_parameters=yarn).startswith("stretches its RoPE (yarn), but only as Llama 3 does")
+    assert said_of("long", rope_parameters=yarn).startswith("stretches its RoPE (yarn), but only as Llama 3 does")
     half = {"rope_type": "llama3", "factor": 8.0}
-    assert refusal("half", rope_parameters=half) == "has a RoPE of type llama3 without low_freq_factor; copy it again"
+    assert said_of("half", rope_parameters=half) == "has a RoPE of type llama3 without low_freq_factor; copy it again"
     old = {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert refusal("odd", rope_parameters="linear") == "says of its RoPE 'linear', which means nothing here"
-    assert refusal("older", **old).startswith("stretches its RoPE (linear)")
+    assert said_of("odd", rope_parameters="linear") == "says of its RoPE 'linear', which means nothing here"
+    assert said_of("older", **old).startswith("stretches its RoPE (linear)")
     assert (
-        refusal("dropping", attention_dropout=0.1)
+        said_of("dropping", attention_dropout=0.1)
         == "has attention_dropout = 0.1; only 0.0 is trained here (no dropout)"
     )
-    assert refusal("scaled", logit_scale=2.0).startswith("has logit_scale = 2.0")
-    assert refusal("window", sliding_window=16).startswith("has sliding_window = 16; only null is trained here")
+    assert said_of("scaled", logit_scale=2.0).startswith("has logit_scale = 2.0")
+    assert said_of("window", sliding_window=16).startswith("has sliding_window = 16; only null is trained here")
     one = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1}
-    assert refusal("switch", **one).startswith("gives each token one expert")
-    assert refusal("small", vocab_size=65).startswith("knows 65 tokens and the data has 256; add its --tokenizer")
-    assert "cannot be read" in refusal("cut")
+    assert said_of("switch", **one).startswith("gives each token one expert")
+    assert said_of("small", vocab_size=65).startswith("knows 65 tokens and the data has 256; add its --tokenizer")
+    assert "cannot be read" in said_of("cut")
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # which old files hold as well
     save_file(weights | old, good / "model.safetensors")
     train.prepare([*words, "--init", str(good)], 1)
     narrow = ["--kernels", "triton", "--precision", "fp32"]
-    with pytest.raises(UsageError, match="--kernels triton: head dim 8 is no multiple of 16 from 32 to 256.*--kernels"):
-        train.prepare([*words, *narrow, "--init", str(good)], 1)
-    with pytest.raises(UsageError, match="holds no config.json; give the folder of a Hugging Face model"):
-        train.prepare([*words, "--init", str(tmp_path)], 1)
-
-
-def test_a_llama_that_does_not_say_its_key_value_heads_has_as_many_as_heads(tmp_path):
-    new_model(tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    del config["num_key_value_heads"], config["rms_norm_eps"]
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    sizes, _ = hf.read_sizes(str(tmp_path / "model"))
-    assert sizes.kv_heads == sizes.heads and sizes.norm_eps == 1e-6
+    head = "--kernels triton: head dim 8 is no multiple of 16 from 32 to 256.*--kernels"
+    assert re.search(head, refusal([*words, *narrow, "--init", str(good)]))
+    nothing = "holds no config.json; give the folder of a Hugging Face model"
+    assert nothing in refusal([*words, "--init", str(tmp_path)])
 
 
 @pytest.mark.always("1---zero 1")
@@ -399,6 +377,4 @@ def test_tokenizers_that_do_not_fit_are_refused_in_one_line(text, tokenizer, tmp
         (["--data", text, "--tokenizer", tokenizer, "--init", new_model(tmp_path / "m")], "--init .* the data has 300"),
     ]
     for words, line in cases:
-        with pytest.raises(UsageError, match=line) as error:
-            train.prepare(words, 1)
-        assert "\n" not in str(error.value)
+        assert re.search(line, refusal(words))

@@ -11,19 +11,19 @@ import types
 from pathlib import Path
 
 import checks
+import fuzz
 import pytest
 import step as step_module
 import torch
 import train
-from data import Sampler, load_corpus
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from harness.report import ROOT
-from layouts import whole_gradients
+from layouts import options, whole_gradients
 from llama import LlamaConfig
 from ops import make_parts
 from options import Config, UsageError, parse
-from test_train import SIZES, arguments, f64, losses, plain_sgd, three_sgd_steps, train_on
+from test_train import SIZES, arguments, f64, losses, train_on
 
 TRAINER = Path(train.__file__).parent
 ONE_HEAD = {"kv_heads": 1, "intermediate": 16}
@@ -78,7 +78,7 @@ def test_functions_that_stand_for_several_are_used_by_the_rule_that_parts_py_sta
     assert run_ranks(1, several_in_one) == [SEVERAL]
 
 
-def with_several_in_one(words, sizes):
+def with_several_in_one(words, want):
     """Three SGD steps against one process: PyTorch's functions in float64, with those that stand for several."""
     from fused import add_rms_norm
     from fused_loss import linear_cross_entropy
@@ -98,7 +98,7 @@ def with_several_in_one(words, sizes):
     more = dict(zip(names, several, strict=True))
     step_module.make_parts = lambda *arguments, **options: dataclasses.replace(made(*arguments, **options), **more)
     try:
-        three_sgd_steps(words, sizes)
+        fuzz.compare_on_ranks([words], [want], SIZES, show=False)
     finally:
         step_module.make_parts = made
     return calls
@@ -116,9 +116,9 @@ SEVERAL_LAYOUTS = [
 @pytest.mark.prove
 @pytest.mark.parametrize(("ranks", "layout"), SEVERAL_LAYOUTS, ids=["tied", "zero 3", "late gather", "experts"])
 def test_functions_that_stand_for_several_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, text):
-    words = arguments(text, clip=0, global_batch=4, micro_batch=1, seq_len=8)
-    sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
-    for calls in run_ranks(ranks, with_several_in_one, [*words, *layout.split()], sizes, timeout=200):
+    words = options(text, layout, global_batch=4, micro_batch=1, seq_len=8)
+    want = fuzz.reference(words, ranks, SIZES)
+    for calls in run_ranks(ranks, with_several_in_one, words, want, timeout=200):
         assert all(calls), f"not all were used: {calls}"
 
 
@@ -271,11 +271,8 @@ def gradients_by(kernels, words):
     matmul_ladder.call = launch
     cuda_parts.matmul, flash_attention_cuda.call = counted("product", matmul), counted("attention", run)
     try:
-        config = Config(**parse([*words, "--kernels", kernels]))
-        me = step_module.make_trainer(config, ONE_LAYER, torch.device("cpu"), plain_sgd)
-        sampler = Sampler(load_corpus(config).train, config.seq_len, 256, config.seed)
-        dp = me.mesh.sizes["dp"]
-        step_module.train_step(me, sampler.step(config.micro_batch, config.accumulation(dp), me.mesh.place["dp"], dp))
+        me, batches = fuzz.made([*words, "--kernels", kernels], ONE_LAYER, fuzz.plain_sgd)
+        step_module.train_step(me, batches())
         return {name: g.double() for name, g in whole_gradients(me).items()}, calls
     finally:
         cuda_parts.matmul, flash_attention_cuda.call, matmul_ladder.call = matmul, run, product
@@ -306,27 +303,6 @@ def test_with_chapter_09s_cuda_every_gradient_is_as_near_to_float64_as_with_torc
         )
 
 
-CUDA_REFUSED = [
-    ("--precision fp32", "--precision fp32: chapter 09's CUDA multiplies in bf16; use bf16 or bf16-master", 1),
-    (
-        "--precision bf16 --tp 2 --tp-overlap",
-        " cannot go with --tp-overlap backward, which has products of its own;",
-        2,
-    ),
-    ("--precision bf16-master --zero 1 --fpdt-chunks 2", " cannot go with --fpdt-chunks 2, which has products", 1),
-    ("--precision bf16", ": a head of 32 numbers; the CUDA attention takes 64 and 128, use other --heads", 1),
-    ("--precision bf16 --heads 2", "needs a Hopper GPU (sm_90a), and there is no GPU here; use --kernels torch", 1),
-]
-
-
-@pytest.mark.parametrize(("words", "line", "ranks"), CUDA_REFUSED, ids=lambda value: str(value))
-def test_cuda_where_it_cannot_run_is_refused_in_one_line_before_any_rank(words, line, ranks, text):
-    with pytest.raises(UsageError) as refusal:
-        train.prepare(["--data", text, "--device", "cpu", "--kernels", "cuda", *words.split()], ranks)
-    said = str(refusal.value)
-    assert said.startswith("--kernels cuda") and line in said and "\n" not in said, said
-
-
 def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(monkeypatch):
     config, gpu = Config(kernels="cuda", precision="bf16"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -348,7 +324,7 @@ def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(monkeypatch):
 COMPILED = [(1, ""), (2, "--zero 2"), (2, "--pp 2 --schedule 1f1b --zero 1 --tied")]
 
 
-def with_blocks_compiled(backend, words, sizes):
+def with_blocks_compiled(backend, words, want):
     """Three SGD steps against one process, and the number of blocks that were compiled; "" is torch's own backend."""
     compiled, plain = [], torch.nn.Module.compile
 
@@ -358,7 +334,7 @@ def with_blocks_compiled(backend, words, sizes):
 
     torch.nn.Module.compile = compile
     try:
-        three_sgd_steps(words, sizes)
+        fuzz.compare_on_ranks([words], [want], SIZES, show=False)
         return len(compiled)
     finally:
         torch.nn.Module.compile = plain
@@ -375,33 +351,9 @@ def with_blocks_compiled(backend, words, sizes):
     ],
 )
 def test_compiled_blocks_give_the_loss_gradients_and_weights_of_one_process(ranks, layout, backend, text):
-    words = [*arguments(text, clip=0), "--compile", *layout.split()]
-    sizes = dataclasses.replace(SIZES, tied="--tied" in layout)
-    counts = run_ranks(ranks, with_blocks_compiled, backend, words, sizes, timeout=300)
-    assert sum(counts) == sizes.layers * (1 if "--pp" in layout else ranks)
-
-
-NOT_COMPILED = [
-    ("--tp 2", "--tp 2, which waits for other ranks inside a block", 2),
-    ("--cp 2", "--cp 2, which waits for other ranks", 2),
-    ("--experts 4", "--experts 4, which learns inside a block how many rows there are", 1),
-    ("--zero 3", "--zero 3, which waits for other ranks", 1),
-    ("--zero 1 --zero-late-gather", "--zero-late-gather, which waits for other ranks", 1),
-    ("--pp 2 --schedule zb-h1", "--schedule zb-h1, which runs a block's backward in its own way", 2),
-    ("--fpdt-chunks 2", "--fpdt-chunks 2, which runs a block's backward in its own way", 1),
-    ("--recompute full", "--recompute full, which runs a block's backward in its own way", 1),
-    ("--precision fp8-row", "--precision fp8-row, which keeps its scales from step to step", 1),
-    ("--kernels triton", "--kernels triton, which brings kernels that are compiled already", 1),
-]
-
-
-@pytest.mark.parametrize(("words", "line", "ranks"), NOT_COMPILED, ids=lambda value: str(value))
-def test_compile_where_it_cannot_be_is_refused_in_one_line(words, line, ranks, text):
-    given = ["--data", text, "--device", "cpu", "--compile", *words.split()]
-    with pytest.raises(UsageError) as refusal:
-        train.prepare(given, ranks)
-    said = str(refusal.value)
-    assert said.startswith(f"--compile cannot go with {line}") and said.endswith("; leave one of them out"), said
+    words = options(text, f"--compile {layout}")
+    counts = run_ranks(ranks, with_blocks_compiled, backend, words, fuzz.reference(words, ranks, SIZES), timeout=300)
+    assert sum(counts) == SIZES.layers * (1 if "--pp" in layout else ranks)
 
 
 def test_compile_without_a_compiler_is_refused(text, monkeypatch):

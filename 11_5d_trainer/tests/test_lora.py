@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import checkpoint
@@ -16,21 +17,19 @@ from harness.ranks import run_ranks
 from harness.reference import assert_same
 from layouts import SIZES, Layout
 from llama import initial_weight
-from options import Config, UsageError
+from options import Config
 from safetensors.torch import load_file
+from test_bad_input import refusal
 from test_hf import TOKENS, new_model, read_by_ours
 from test_sizes import CLIP, LR, by_transformers
 from test_train import arguments, f64, losses, run
 from torch.func import functional_call
 
-ADAPTED = dataclasses.replace(SIZES, lora_rank=3, lora_scale=2.5, qk_norm=True, qkv_bias=True, own_head_dim=6)
+ADAPTED = dataclasses.replace(SIZES, layers=2, lora_rank=3, lora_scale=2.5, qk_norm=True, qkv_bias=True, own_head_dim=6)
 LAYOUTS = [
     (1, "--recompute full"),
     (2, "--zero 1"),
-    (2, "--zero 3 --recompute selective"),
     (2, "--tp 2"),
-    (2, "--tp 2 --sequence-parallel"),
-    (2, "--cp 2 --cp-kind ring"),
     (2, "--pp 2 --schedule zb-h1 --tied"),
     (2, "--pp 2 --schedule zb-v --stages-per-rank 2 --recompute full"),
     (4, "--tp 4 --zero 2"),
@@ -39,7 +38,7 @@ LAYOUTS = [
     (4, "--pp 2 --schedule 1f1b --tp 2 --sequence-parallel --recompute selective"),
     (4, "--pp 2 --schedule dualpipe --cp 2 --cp-kind ulysses"),
     (4, "--pp 2 --schedule interleaved --stages-per-rank 2 --zero 2"),
-    (4, "--zero 2 --zero-shards 2"),
+    (4, "--zero 2 --zero-shards 2 --micro-batch 1"),
     (2, "--zero 2 --zero-offload"),
     (2, "--zero 1 --zero-late-gather --tied"),
     (8, "--pp 2 --schedule zb-h2 --tp 2 --cp 2 --cp-kind ring --zero 1"),
@@ -49,7 +48,8 @@ LAYOUTS = [
 @pytest.mark.always("2---tp 2", "2---pp 2 --schedule zb-h1 --tied")
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_loss_gradients_and_weights_of_adapters_in_a_layout_are_those_of_one_process(ranks, layout, text):
-    assert fuzz.verify([Layout(ranks, f"--micro-batch 1 {layout}")], text, ADAPTED) == 1
+    sizes = dataclasses.replace(ADAPTED, layers=4) if "--stages-per-rank" in layout else ADAPTED
+    assert fuzz.verify([Layout(ranks, f"--micro-batch 2 {layout}")], text, sizes) == 1
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +187,4 @@ def test_options_that_cannot_go_with_adapters_are_refused_in_one_line(folder, te
     scaled = train.prepare([*with_init, "--lora-rank", "4", "--lora-alpha", "6"], 1).model
     assert (scaled.lora_rank, scaled.lora_scale) == (4, 1.5)
     for words, more, line in cases:
-        with pytest.raises(UsageError, match=line) as error:
-            train.prepare([*words, *more], 2 if "--tp" in more else 1)
-        assert "\n" not in str(error.value)
+        assert re.search(line, refusal([*words, *more], 2 if "--tp" in more else 1))

@@ -6,6 +6,7 @@ import shutil
 import sys
 from itertools import pairwise
 
+import fuzz
 import generate
 import hf
 import prepare
@@ -20,7 +21,7 @@ from layouts import whole_gradients
 from llama import IGNORE, Llama
 from options import Config, UsageError
 from sources import checksums
-from test_train import SIZES, arguments, f64, losses, plain_sgd, run, train_on
+from test_train import SIZES, arguments, f64, losses, run, train_on
 
 STORIES = [f"Story {i}: " + "\n".join(f"{i} and {j} is {i + j}." for j in range(3 + i % 17)) for i in range(60)]
 
@@ -544,7 +545,7 @@ def gradients_in_one_layout(words):
     """Two steps of the trainer in a layout; and of each document by itself, on one process."""
     plan = train.prepare(words, dist.get_world_size())
     config = plan.config
-    me = train.make_trainer(config, SIZES, torch.device("cpu"), plain_sgd)
+    me = train.make_trainer(config, SIZES, torch.device("cpu"), fuzz.plain_sgd)
     place, dp = me.mesh.place["dp"], me.mesh.sizes["dp"]
     alone = Llama(SIZES).double()
     sampler = Sampler(plan.corpus.rows, config.seq_len, 256, config.seed, documents=True)
@@ -582,7 +583,7 @@ IN_DOCUMENTS = {
 def test_documents_in_any_layout_are_those_that_one_process_sees_one_by_one(which, stories, capsys):
     prepared(capsys, stories / "stories", "--out", stories / "out")
     ranks, *layouts = IN_DOCUMENTS[which]
-    words = [*arguments(str(stories / "out"), clip=0, seq_len=64), "--documents"]
+    words = [*arguments(str(stories / "out"), clip=0, seq_len=64, micro_batch=4), "--documents"]
     run_ranks(ranks, gradients_in_documents, words, layouts)
 
 

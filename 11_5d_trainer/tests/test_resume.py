@@ -26,12 +26,14 @@ from test_train import SIZES, SMALL, arguments, f64, losses, run, train_on
 @pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True), (4, False)])
 def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
     biased = ["--tied", "--experts", "4", "--router", "sigmoid", "--bias-speed", "0.1"]  # the biases are no parameters
-    whole = [*arguments(text, precision="fp32", keep=9), *(biased if tied else []), "--out", str(tmp_path / "run")]
+    whole = arguments(text, precision="fp32", steps=4, save_every=2, keep=9)
+    whole += [*(biased if tied else []), "--out", str(tmp_path / "run")]
     undisturbed, folder = train_on(ranks, whole, tied=tied)
-    resumed, same = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000004"], tied=tied)
+    resumed, same = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000002"], tied=tied)
     assert same == folder
     names = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
-    assert names == ["step-000004", "step-000008", "superseded-step-000008"]
+    assert names == ["step-000002", "step-000004", "superseded-step-000004"]
+    assert checkpoint.find(folder)[2].samples == 4 * 8, "of every rank and micro-batch"
     assert losses(resumed) == losses(undisturbed)  # the floats themselves, not approximately
     assert resumed[-1] == undisturbed[-1]  # the validation at the end sees the same weights
     on_disk = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
@@ -39,9 +41,8 @@ def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("written_by", ["", "--zero 3", "--tp 2 --cp 2 --zero 1"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_resuming_in_another_layout_goes_on_with_the_same_losses(written_by, tied, text, tmp_path):
+@pytest.mark.parametrize(("tied", "written_by"), [(False, ""), (True, "--tp 2 --cp 2 --zero 1")])
+def test_resuming_in_another_layout_goes_on_with_the_same_losses(tied, written_by, text, tmp_path):
     words = [*arguments(text, keep=9), "--out", str(tmp_path / "run"), *(["--tied"] if tied else [])]
     log, folder = train_on(4, [*words, *written_by.split()], tied=tied)
     for ranks, layout in ((1, "--zero 0 --tp 1 --cp 1"), (2, "--zero 2 --tp 1 --cp 1"), (4, "--zero 0 --tp 4 --cp 1")):
@@ -49,11 +50,6 @@ def test_resuming_in_another_layout_goes_on_with_the_same_losses(written_by, tie
         for step in range(5, 9):
             got, want = f64(losses(other)[step]), f64(losses(log)[step])
             assert_same(got, want, 1e-9, f"loss and norm of step {step} on {ranks} ranks {layout}")
-
-
-def test_the_data_position_counts_every_sample_of_every_rank_and_micro_batch(text, tmp_path):
-    _, folder = train_on(2, [*arguments(text), "--out", str(tmp_path / "run")])  # 2 ranks x 2 micro-batches x 2
-    assert checkpoint.find(folder)[2].samples == 8 * 8
 
 
 def validated_as(values, words, sizes):
@@ -106,11 +102,12 @@ def test_a_checkpoint_is_validated_alone_in_any_layout_and_nothing_is_written(te
 
 
 def test_an_interrupted_save_leaves_the_last_complete_checkpoint_in_force(text, tmp_path):
-    log, folder = train_on(1, [*arguments(text, keep=9), "--out", str(tmp_path / "run")])
+    words = arguments(text, steps=2, save_every=1, keep=9)
+    log, folder = train_on(1, [*words, "--out", str(tmp_path / "run")])
     path = Path(folder) / "checkpoints"
-    (path / "step-000008" / "manifest.json").unlink()  # as if the machine went down before the rename
-    (path / "step-000008").rename(path / ".writing-000008")
-    assert checkpoint.find(folder)[1].name == "step-000004"
+    (path / "step-000002" / "manifest.json").unlink()  # as if the machine went down before the rename
+    (path / "step-000002").rename(path / ".writing-000002")
+    assert checkpoint.find(folder)[1].name == "step-000001"
     again, _ = train_on(1, ["--resume", folder])
     assert losses(again) == losses(log)
     assert not list(path.glob(".writing-*"))
@@ -138,19 +135,6 @@ def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file,
         assert capsys.readouterr().err.startswith("step-000008 is passed over: step-000008/")
 
 
-@pytest.mark.prove
-def test_other_contents_of_the_same_size_are_found_and_the_checkpoint_before_is_used(text, tmp_path):
-    log, folder = train_on(1, [*arguments(text, keep=9, min_lr=3e-3), "--out", str(tmp_path / "run")])
-    damaged = Path(folder) / "checkpoints" / "step-000008" / "__0_0.distcp"
-    whole = damaged.read_bytes()
-    damaged.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
-    again, _ = train_on(2, ["--resume", folder, "--steps", "9"])
-    assert (damaged.parents[1] / "superseded-step-000008").exists(), "it went on from the damaged one"
-    assert losses(again).keys() == set(range(1, 10))
-    for step in range(5, 9):
-        assert_same(f64(losses(again)[step]), f64(losses(log)[step]), 1e-9, f"loss and norm of step {step}")
-
-
 def run_with_a_growing_scale(words, sizes):
     """The loss scale of fp16 grows every third step: it has two states to go on from, the scale and the count."""
     with mock.patch.dict(LossScaler.__init__.__kwdefaults__, growth_interval=3):
@@ -160,18 +144,18 @@ def run_with_a_growing_scale(words, sizes):
 @pytest.mark.always("bf16-master", "fp16")
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16"])
 def test_a_resumed_run_in_low_precision_goes_on_bit_by_bit_and_notes_the_same_progress(precision, text, tmp_path):
-    words = [*arguments(text, precision=precision, keep=9, zero=2), "--out", str(tmp_path / "run")]
+    words = [*arguments(text, precision=precision, steps=5, keep=9, zero=2), "--out", str(tmp_path / "run")]
     undisturbed, folder = run_ranks(2, run_with_a_growing_scale, words, SMALL)[0]
     saved = Path(folder) / "checkpoints"
     resumed, _ = run_ranks(2, run_with_a_growing_scale, ["--resume", str(saved / "step-000004")], SMALL)[0]
     assert losses(resumed) == losses(undisturbed)
     want, got = (
-        dataclasses.asdict(checkpoint.progress_of(saved / f"{name}step-000008")) for name in ("superseded-", "")
+        dataclasses.asdict(checkpoint.progress_of(saved / f"{name}step-000005")) for name in ("superseded-", "")
     )
     for progress in (want, got):
         progress["config"] = {k: v for k, v in progress["config"].items() if k not in ("out", "resume")}
     assert got == want
-    assert precision != "fp16" or (got["loss_scale"], got["good_steps"]) == (2.0**18, 2)
+    assert precision != "fp16" or (got["loss_scale"], got["good_steps"]) == (2.0**17, 2)
 
 
 def save_to_a_file(words, folder):

@@ -24,6 +24,7 @@ from llama import LlamaConfig
 from model import alone, full_shapes
 from options import Config, UsageError
 from safetensors.torch import load_file, save_file
+from test_bad_input import refusal
 from test_hf import MODELS, STRETCHED, TOKENS, changed, mixture_of, new_model, read_by_ours
 from test_train import TEXT, arguments, f64, losses, run
 
@@ -224,33 +225,30 @@ def test_what_transformers_assumes_where_a_file_is_silent_is_assumed_here(tmp_pa
 def test_every_key_is_honoured_or_refused_by_its_name(folder, tmp_path):
     data = ["--data", str(folder / "numbers.txt"), "--seq-len", "16", "--device", "cpu"]
 
-    def refusal(kind, *words, **changes):
+    def said_of(kind, *words, **changes):
         shutil.copy(folder / kind / "config.json", tmp_path)
         changed(tmp_path, **changes)
-        with pytest.raises(UsageError) as error:
-            train.prepare([*data, "--config", str(tmp_path), *words], 1)
-        assert "\n" not in str(error.value)
-        return str(error.value).removeprefix(f"--config {tmp_path} ")
+        return refusal([*data, "--config", str(tmp_path), *words]).removeprefix(f"--config {tmp_path} ")
 
     past = "only null is trained here (attention sees the whole past)"
-    assert refusal("qwen2", use_sliding_window=True).startswith("has use_sliding_window = True; only false is")
-    assert refusal("qwen2", layer_types=["full_attention", "sliding_attention"]).startswith("has layer_types = [")
-    assert refusal("mistral", sliding_window=4096) == f"has sliding_window = 4096; {past}"
+    assert said_of("qwen2", use_sliding_window=True).startswith("has use_sliding_window = True; only false is")
+    assert said_of("qwen2", layer_types=["full_attention", "sliding_attention"]).startswith("has layer_types = [")
+    assert said_of("mistral", sliding_window=4096) == f"has sliding_window = 4096; {past}"
     half = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    assert refusal("llama", rope_parameters=half).startswith("has partial_rotary_factor = 0.5 for its RoPE")
-    assert refusal("llama", is_causal=False) == "has is_causal = False, which means nothing here"
-    assert refusal("llama", quantization_config={}) == "has quantization_config = {}, which means nothing here"
-    assert refusal("mixtral", num_experts_per_tok=5) == "gives each token 5 of 4 experts"
-    assert refusal("mixtral", num_experts_per_tok=0).startswith(
+    assert said_of("llama", rope_parameters=half).startswith("has partial_rotary_factor = 0.5 for its RoPE")
+    assert said_of("llama", is_causal=False) == "has is_causal = False, which means nothing here"
+    assert said_of("llama", quantization_config={}) == "has quantization_config = {}, which means nothing here"
+    assert said_of("mixtral", num_experts_per_tok=5) == "gives each token 5 of 4 experts"
+    assert said_of("mixtral", num_experts_per_tok=0).startswith(
         "has num_experts_per_tok = 0; it must be a whole number"
     )
-    assert refusal("llama", num_experts=4) == "has num_experts = 4, which means nothing here"
-    assert refusal("llama", router_jitter_noise=0.1).startswith("has router_jitter_noise = 0.1; only 0.0")
+    assert said_of("llama", num_experts=4) == "has num_experts = 4, which means nothing here"
+    assert said_of("llama", router_jitter_noise=0.1).startswith("has router_jitter_noise = 0.1; only 0.0")
     eight = "has num_hidden_layers = 8.0; it must be a whole number from 1 to 1,024"
-    assert refusal("llama", num_hidden_layers=8.0) == eight
-    assert refusal("llama", vocab_size=65).startswith("knows 65 tokens and the data has 256")
-    assert refusal("llama", "--kv-heads", "3") == "--kv-heads 3: heads 4 is not a multiple of kv_heads 3"
-    assert refusal("llama", "--preset", "base").startswith("--preset base cannot go with --config")
+    assert said_of("llama", num_hidden_layers=8.0) == eight
+    assert said_of("llama", vocab_size=65).startswith("knows 65 tokens and the data has 256")
+    assert said_of("llama", "--kv-heads", "3") == "--kv-heads 3: heads 4 is not a multiple of kv_heads 3"
+    assert said_of("llama", "--preset", "base").startswith("--preset base cannot go with --config")
     text = (folder / "llama" / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"vocab_size"', '"vocab_size": 9, "vocab_size"'))
     with pytest.raises(UsageError, match="config.json says 'vocab_size' twice; remove one$"):

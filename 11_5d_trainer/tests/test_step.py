@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import paths  # noqa: F401  finds the chapters below
+import fuzz
 import gradients
 import model
 import options
@@ -29,7 +30,7 @@ from llama import Linear
 from ops import AUTOCAST, FP8
 from options import Config, parse
 from step import make_trainer
-from test_train import SIZES, SMALL, arguments, f64, losses
+from test_train import SIZES, SMALL, arguments, f64, losses, run
 
 STEPS, WARMUP, LR, MIN_LR, DECAY = 7, 2, 3e-2, 2e-3, 0.4
 BETAS = (0.8, 0.9)
@@ -90,21 +91,10 @@ def by_torch(text, clip, precision, loss_scale):
 
 def weights_of_a_run(words):
     """The log, and the weights at its end."""
-    kept, make = [], train.make_trainer
-
-    def made(*args, **more):
-        kept.append(make(*args, **more))
-        return kept[-1]
-
-    plan = train.prepare(words, 1)
-    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, **SMALL))
-    plan, folder = train.agree(plan)
-    train.make_trainer = made
-    try:
-        log = train.train(plan, folder)
-    finally:
-        train.make_trainer = make
-    return losses(log), full_state(kept[0].owners, kept[0].model, kept[0].mesh)["weights"]
+    ranks = []
+    with fuzz.before_each_step(lambda _, me: ranks.append(me)):
+        log, _ = run(words, SMALL)
+    return losses(log), full_state(ranks[-1].owners, ranks[-1].model, ranks[-1].mesh)["weights"]
 
 
 CLIP = {0.05: "always clipped", 0.9: "clipped at times", 0.0: "never clipped"}
@@ -150,18 +140,16 @@ def gradients_by_scale(layouts, text):
     for layout in layouts:
         kinds = []
         for scale, balance in ((1.0, 10), (1024.0, 10), (1.0, 0)):
-            config = Config(**parse([*arguments(text, clip=0, balance=balance), *layout.split()]))
-            me = make_trainer(config, SIZES, torch.device("cpu"))
+            words = [*arguments(text, clip=0, balance=balance), *layout.split()]
+            me, batches = fuzz.made(words, SIZES)
             me.scaler.value = scale
-            dp = me.mesh.sizes["dp"]
-            sampler = Sampler(load_corpus(config).train, 16, 256, 0)
-            step_module.gradient_step(me, sampler.step(2, config.accumulation(dp), me.mesh.place["dp"], dp))
+            step_module.gradient_step(me, batches())
             kinds.append({name: g.clone() for own in me.owners for name, g in own.full_gradients().items()})
         found.append(kinds)
     return found
 
 
-SCALED = ("--zero 1", "--experts 4", "--experts 4 --ep 2 --zero 2", "--pp 2 --experts 4", "--fpdt-chunks 2")
+SCALED = ("--experts 4 --ep 2 --zero 2", "--pp 2 --experts 4 --micro-batch 4", "--fpdt-chunks 2 --micro-batch 4")
 
 
 def test_a_loss_scale_multiplies_every_term_of_the_loss(text):
@@ -213,13 +201,6 @@ def test_runs_of_gradients_have_the_squares_of_their_pieces_each_by_its_holders(
         got, want = (sum(x.square().sum() / holders[name] for name, x in each) for each in (runs, pieces))
         assert_same(got, want, 1e-12)
         assert len(runs) < len(pieces)
-
-
-def test_the_schedule_ends_at_the_least_rate_and_begins_above_zero():
-    config = Config(steps=STEPS, warmup=WARMUP, lr=LR, min_lr=MIN_LR)
-    rates = [train.learning_rate(step, config) for step in range(STEPS)]
-    assert rates == pytest.approx([rate(step) for step in range(STEPS)], rel=1e-12)
-    assert rates[WARMUP - 1] == LR and rates[-1] == pytest.approx(MIN_LR) and rates[0] == LR / WARMUP
 
 
 def test_wsd_is_constant_and_falls_as_one_minus_a_square_root_in_the_last_steps():
@@ -323,30 +304,28 @@ def computed_by(layouts, text):
     fp8, whether the output layer is and another one."""
     found, core = [], F.scaled_dot_product_attention
     for layout in layouts:
-        config = Config(**parse([*arguments(text), *layout.split()]))
-        me = make_trainer(config, SIZES, torch.device("cpu"))
-        blocks, dp = me.model.model.layers, me.mesh.sizes["dp"]
-        if config.compile:
+        me, batches = fuzz.made([*arguments(text, micro_batch=4), *layout.split()], SIZES)
+        blocks = me.model.model.layers
+        if me.config.compile:
             found.append([block._compiled_call_impl is not None for block in blocks])
             continue
-        if config.precision in FP8:
+        if me.config.precision in FP8:
             layers = (me.model.lm_head, blocks[0].mlp.up_proj)
             linears = [getattr(layer, "linear", None) or layer.parts.linear for layer in layers]
             found.append([isinstance(linear, Fp8Linear) for linear in linears])
             continue
-        batches = Sampler(load_corpus(config).train, 16, 256, 0).step(2, config.accumulation(dp), 0, dp)
         with mock.patch.object(F, "scaled_dot_product_attention", mock.Mock(wraps=core)) as attention:
-            step_module.gradient_step(me, batches)
+            step_module.gradient_step(me, batches())
         found.append(attention.call_count)
     return found
 
 
-COMPUTED = {  # 2 micro-batches in 2 layers on two data ranks, 4 in 1 layer on two stages
-    "": 4,
-    "--recompute selective": 8,
-    "--recompute full": 8,
-    "--recompute full --experts 4": 8,
-    "--recompute full --pp 2": 8,
+COMPUTED = {  # 1 micro-batch in 2 layers on two data ranks, 2 in 1 layer on two stages
+    "": 2,
+    "--recompute selective": 4,
+    "--recompute full": 4,
+    "--recompute full --experts 4": 4,
+    "--recompute full --pp 2": 4,
     "--compile": [True, True],
     "--precision fp8-row": [False, True],
     "--precision fp8-row --tp 2": [False, True],

@@ -106,7 +106,8 @@ def refusal(main: Callable[[], object] | Path, options: str | Sequence[str] = ""
     ):
         os.environ.pop("RANK", None)
         try:
-            runpy.run_path(str(script), run_name="__main__") if isinstance(main, Path) else main()
+            ended = runpy.run_path(str(script), run_name="__main__") if isinstance(main, Path) else main()
+            status = ended if isinstance(ended, int) else None
         except SystemExit as end:
             status = end.code
     assert (status, out.getvalue()) == (2, ""), f"{script.name} {words} ends with {status}: {out.getvalue()[-900:]}"
