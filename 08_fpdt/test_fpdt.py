@@ -363,21 +363,20 @@ def expected_peak(c: int, cp: int, num_chunks: int, num_buffers: int, b: int) ->
 BYTES_OF = ((1, 1), (2, 2), (4, 1), (4, 2), (4, 3))  # chunks, buffers
 
 
-def bytes_of_all(dtype: torch.dtype) -> list[tuple]:
-    return [bytes_of(*way, dtype) for way in BYTES_OF]
-
-
-def bytes_of(num_chunks: int, num_buffers: int, dtype: torch.dtype) -> tuple:
+def bytes_of(dtype: torch.dtype) -> list[tuple]:
     """Of one layer: peak on the device and bytes sent by the harness's meters; the others by the script."""
-    comm, offloader = script.AllToAllComm(dist.group.WORLD), RecordingOffloader(CPU, num_buffers)
-    block, x, dout = inputs(96 * num_chunks, dtype)
-    positions = script.token_positions(len(x), num_chunks, comm.rank, comm.cp)
-    x, dout = x[positions].requires_grad_(), dout[positions]
-    with peak_memory() as memory, communication() as sent:
-        run_attention(block, x, num_chunks, offloader, comm).backward(dout)
-    known = sum(y.nbytes for y in (x, *block.qkv_params()))
-    copied = [offloader.bytes_copied[stream] for stream in ("d2h", "h2d")]
-    return memory.peak + known, sent.total, comm.bytes_sent, copied, offloader.max_host_bytes
+    found = []
+    for num_chunks, num_buffers in BYTES_OF:
+        comm, offloader = script.AllToAllComm(dist.group.WORLD), RecordingOffloader(CPU, num_buffers)
+        block, x, dout = inputs(96 * num_chunks, dtype)
+        positions = script.token_positions(len(x), num_chunks, comm.rank, comm.cp)
+        x, dout = x[positions].requires_grad_(), dout[positions]
+        with peak_memory() as memory, communication() as sent:
+            run_attention(block, x, num_chunks, offloader, comm).backward(dout)
+        known = sum(y.nbytes for y in (x, *block.qkv_params()))
+        copied = [offloader.bytes_copied[stream] for stream in ("d2h", "h2d")]
+        found.append((memory.peak + known, sent.total, comm.bytes_sent, copied, offloader.max_host_bytes))
+    return found
 
 
 @pytest.mark.always("2-dtype0")
@@ -385,7 +384,7 @@ def bytes_of(num_chunks: int, num_buffers: int, dtype: torch.dtype) -> tuple:
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_bytes_on_the_device_on_the_host_copied_and_sent_match_the_formulas(cp, dtype):
     """Of one layer, whose part of all formulas is 1/N_LAYERS, except for what the backward pass stores on the host."""
-    of_ranks = run_ranks(cp, bytes_of_all, dtype)
+    of_ranks = run_ranks(cp, bytes_of, dtype)
     for way, (num_chunks, num_buffers) in enumerate(BYTES_OF):
         b = dtype.itemsize
         expected = script.expected_bytes(96 * num_chunks, cp, num_chunks, b)

@@ -92,7 +92,8 @@ def refusal(main: Callable[[], object] | Path, options: str | Sequence[str] = ""
     It says so in one line, prints nothing else and ends with status 2, before any process group. `main` is the script,
     or of an imported one its `main`, or what reads its options.
     """
-    script, status = main if isinstance(main, Path) else Path(inspect.getfile(main)), None
+    script = main if isinstance(main, Path) else Path(inspect.getfile(main))
+    status: int | str | None = None
     words = options.split() if isinstance(options, str) else options
     out, err = io.StringIO(), io.StringIO()
     started = AssertionError(f"{script.name} {words}: a process group was started")
