@@ -388,6 +388,8 @@ def test_a_run_goes_on_with_or_without_offloading_as_if_nothing_had_happened(fir
     straight = run_ranks(1, run, 2, range(4))[0]
     saved = run_ranks(2, run, first[0], range(2), make=first[1])[0]
     for resumed in run_ranks(2, run, then[0], range(2, 4), saved, make=then[1]):
+        for state in resumed["optimizer"].values():
+            state.pop("master", None)  # the copy that the host updates: the weights are compared
         compare(resumed, straight)
 
 
