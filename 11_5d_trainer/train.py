@@ -117,12 +117,14 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     given = parse(arguments)
     resume = None
     messages: list[str] = []
+    written: list[Path] = []
     if given.get("restart"):
         if not given.get("out"):
             raise UsageError("--restart goes on with the run in --out, which is missing; add --out FOLDER")
         if given.get("resume"):
             raise UsageError(f"--restart goes on with --out, not with --resume {given['resume']}; leave one out")
-        if checkpoint.complete(Path(given["out"])):
+        written = checkpoint.complete(Path(given["out"]))
+        if written:
             given["resume"] = given.pop("out")
     if given.get("resume"):
         run, path, progress, messages = checkpoint.find(given["resume"])
@@ -154,7 +156,9 @@ def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     if not config.show_mesh:
         check_memory(config, sizes, world_size, device)
         folder = "" if config.evaluate else config.out or (resume and resume[0])
-        if folder and checkpoint.check_free(Path(folder), config.restart):
+        waited = folder and checkpoint.check_free(Path(folder), config.restart)
+        now = checkpoint.complete(Path(folder)) if folder and config.restart else []
+        if waited or {path.name for path in now} - {path.name for path in written}:
             return prepare(arguments, world_size, local_rank)  # from what has been written meanwhile
     if not (config.evaluate or config.show_mesh or resume):
         check_apart(config)
