@@ -423,14 +423,26 @@ def test_two_jobs_do_not_write_into_one_folder(text, tmp_path, monkeypatch, caps
     assert "/run is being written by " in said
 
 
-def test_a_job_that_waits_for_another_goes_on_from_what_that_one_has_written_last(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("ends", ["while this one waits", "while this one reads its data"])
+def test_a_job_that_waits_for_another_goes_on_from_what_that_one_has_written_last(ends, text, tmp_path, monkeypatch):
     words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run"), "--restart"]
     run_ranks(1, fuzz.run, words)
     [last] = checkpoint.complete(tmp_path / "run")
     hidden = last.rename(last.with_name(".writing-000002"))
     lock = checkpoint.hold(tmp_path / "run")
-    threading.Timer(0.3, lambda: (hidden.rename(last), lock.close())).start()
-    resumed = train.prepare([*words, "--steps", "4"], 1).resume
+
+    def end():
+        if hidden.exists():
+            hidden.rename(last)
+            lock.close()
+
+    with monkeypatch.context() as other:
+        if ends == "while this one waits":
+            other.setattr(checkpoint.time, "sleep", lambda seconds: end())
+        else:
+            read = train.read_data
+            other.setattr(train, "read_data", lambda *given: (end(), read(*given))[1])
+        resumed = train.prepare([*words, "--steps", "4"], 1).resume
     assert resumed and resumed[1] == last
     monkeypatch.setattr(checkpoint.socket, "gethostname", lambda: os.stat("no such file"))  # as if the disk were full
     with pytest.raises(UsageError, match="run cannot be written to"):
