@@ -36,7 +36,7 @@ from expert_parallel import (
 from harness.meter import communication, saved_activations, storage_bytes
 from harness.programs import refusal
 from harness.ranks import run_ranks
-from harness.reference import assert_same, assert_same_named, error_between
+from harness.reference import assert_same, assert_same_named, error_between, numbers
 from moe_layer import MoE, MoEConfig, set_loss_scale
 from torch import Tensor
 
@@ -45,10 +45,6 @@ SEQUENCES = {1: [2], 2: [2, 1], 4: [1, 1, 0, 2]}  # of each rank; the labels of 
 TOKENS = {1: [17], 2: [11, 6], 4: [6, 0, 9, 2]}  # of each rank, where a layer is tested by itself
 LAYER_WEIGHTS = {"router": (E, HIDDEN), "w1": (E, FFN_HIDDEN, HIDDEN), "w3": (E, FFN_HIDDEN, HIDDEN)}
 LAYER_WEIGHTS |= {"w2": (E, HIDDEN, FFN_HIDDEN)}
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 # --------------------------------------------------------- the reference: one token after the other, in one process
@@ -186,20 +182,20 @@ def test_two_slices_of_the_world_train_two_models():
 
 def layer_weights(num_used: int | None = None) -> dict[str, Tensor]:
     """num_used: only the first so many experts are ever chosen."""
-    w = {name: random(*shape, seed=i) / shape[-1] ** 0.5 for i, (name, shape) in enumerate(LAYER_WEIGHTS.items())}
+    w = {name: numbers(*shape, seed=i) / shape[-1] ** 0.5 for i, (name, shape) in enumerate(LAYER_WEIGHTS.items())}
     if num_used:
         w["router"][num_used:, 0] -= 1e3  # the first element of every token is 1
     return w
 
 
 def layer_input(ep: int) -> Tensor:
-    x = random(sum(TOKENS[ep]), HIDDEN, seed=9)
+    x = numbers(sum(TOKENS[ep]), HIDDEN, seed=9)
     x[:, 0] = 1.0
     return x
 
 
 def output_grad(ep: int) -> Tensor:
-    return random(sum(TOKENS[ep]), HIDDEN, seed=8)
+    return numbers(sum(TOKENS[ep]), HIDDEN, seed=8)
 
 
 def run_layer(top_k: int, factor=None, num_used: int | None = None, aux: float = 0.1, dtype=torch.float64) -> dict:
@@ -274,7 +270,7 @@ def test_experts_without_tokens_have_zero_gradients_and_no_rank_hangs(ep):
 def test_an_expert_takes_rows_in_order_up_to_its_capacity():
     sizes = product((0.2, 0.9, 1.0, 1.1, 3.0), ((0, 2), (1, 1), (7, 2), (200, 1), (200, 3)))
     for factor, (T, top_k) in sizes:
-        experts = random(T, E, seed=T).topk(top_k).indices
+        experts = numbers(T, E, seed=T).topk(top_k).indices
         room = room_for([T], top_k, factor)[0]
         expected = []
         for e in experts.flatten().tolist():
@@ -282,7 +278,7 @@ def test_an_expert_takes_rows_in_order_up_to_its_capacity():
             expected.append(e if room[e] >= 0 else E)
         got = expert_parallel.drop_tokens(experts, E, factor).flatten().tolist()
         assert got == expected, f"capacity factor {factor}, T = {T}, K = {top_k}"
-    dense = partial(moe_dense, random(7, HIDDEN), *layer_weights().values(), 2, 0.4)
+    dense = partial(moe_dense, numbers(7, HIDDEN), *layer_weights().values(), 2, 0.4)
     assert torch.equal(dense()[0], dense(sizes=[7])[0]), "without sizes all tokens are of one rank"
 
 
@@ -290,10 +286,10 @@ def router_gradients() -> dict[int, float]:
     largest = {}
     for top_k in range(1, E + 1):
         w = [t.clone().requires_grad_() for t in layer_weights().values()]
-        y, *_ = moe(random(12, HIDDEN).requires_grad_(), *w, top_k, None, dist.group.WORLD)
-        (y * random(12, HIDDEN, seed=1)).sum().backward()
+        y, *_ = moe(numbers(12, HIDDEN).requires_grad_(), *w, top_k, None, dist.group.WORLD)
+        (y * numbers(12, HIDDEN, seed=1)).sum().backward()
         largest[top_k] = w[0].grad.abs().max().item()
-    x = random(2, HIDDEN).requires_grad_()
+    x = numbers(2, HIDDEN).requires_grad_()
     rows = expert_parallel.AllToAll.apply(x, [2], [2], dist.group.WORLD)
     (dx,) = torch.autograd.grad(rows.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):  # a second derivative
@@ -311,7 +307,7 @@ def test_router_gets_a_gradient_for_every_top_k():
 
 def choices(ep: int) -> list[Tensor]:
     """experts [T, 2] of each rank; E in place of every seventh one, which is dropped."""
-    experts = random(sum(TOKENS[ep]), E, seed=3).topk(2).indices
+    experts = numbers(sum(TOKENS[ep]), E, seed=3).topk(2).indices
     experts.view(-1)[::7] = E
     return list(experts.split(TOKENS[ep]))
 
@@ -353,7 +349,7 @@ def test_load_balancing_loss_is_1_for_an_even_load_and_e_for_a_single_expert():
 
 def load_balancing_loss_of_a_rank() -> tuple[Tensor, Tensor, list]:
     ep, rank = dist.get_world_size(), dist.get_rank()
-    probs = random(sum(TOKENS[ep]), E, seed=3).softmax(-1).split(TOKENS[ep])[rank].clone().requires_grad_()
+    probs = numbers(sum(TOKENS[ep]), E, seed=3).softmax(-1).split(TOKENS[ep])[rank].clone().requires_grad_()
     with communication() as wire:
         loss = load_balancing_loss(probs, probs.topk(2).indices, dist.group.WORLD)
     loss.backward()
@@ -362,7 +358,7 @@ def load_balancing_loss_of_a_rank() -> tuple[Tensor, Tensor, list]:
 
 @pytest.mark.parametrize("ep", TOKENS)
 def test_load_balancing_losses_of_uneven_ranks_add_up(ep):
-    probs = random(sum(TOKENS[ep]), E, seed=3).softmax(-1).requires_grad_()
+    probs = numbers(sum(TOKENS[ep]), E, seed=3).softmax(-1).requires_grad_()
     counts = F.one_hot(probs.topk(2).indices, E).sum((0, 1)).double()
     expected = (counts / counts.sum() * E * probs.mean(0)).sum()
     expected.backward()
@@ -378,7 +374,7 @@ def test_load_balancing_losses_of_uneven_ranks_add_up(ep):
 def host_waits() -> list[str]:
     w = [shard(n, t, 0, 2).clone().requires_grad_() for n, t in layer_weights().items()]
     with HostWaits() as waits:
-        y, aux_loss, _ = moe(random(7, HIDDEN), *w, 2, None, dist.group.WORLD)
+        y, aux_loss, _ = moe(numbers(7, HIDDEN), *w, 2, None, dist.group.WORLD)
         (y.sum() + aux_loss).backward()
     return waits.found
 
@@ -478,7 +474,7 @@ def test_bytes_saved_for_backward_match_the_formula(ep):
 
 
 def test_router_probs_are_float32_for_bf16_tokens_and_under_autocast():
-    x, router = random(20, 64), random(E, 64, seed=1)
+    x, router = numbers(20, 64), numbers(E, 64, seed=1)
     half = x.bfloat16()
     expected = F.linear(half.double(), router.bfloat16().double()).softmax(-1)
     for autocast in (False, True):
@@ -515,7 +511,7 @@ def test_bf16_is_as_close_to_float64_as_the_dense_layer(ep):
 
 
 def bf16_combination() -> tuple[Tensor, Tensor]:
-    x = random(40, HIDDEN, seed=9, dtype=torch.bfloat16)
+    x = numbers(40, HIDDEN, seed=9, dtype=torch.bfloat16)
     router, w1, w3, w2 = (t.bfloat16() for t in layer_weights().values())
     y, _, experts = moe(x, router, w1, w3, w2, 3, None, dist.group.WORLD)
     weights = route(x, router, 3)[1]
@@ -542,8 +538,8 @@ def micro_batches(order: list[int], rounds: int) -> tuple[dict, list[int]]:
         for t in w.values():
             t.grad = None
         with torch.no_grad():
-            layer(random(5, HIDDEN), *w.values())  # an evaluation in between changes nothing
-        x = [random(6 + rank, HIDDEN, seed=s).requires_grad_() for s in range(3)]
+            layer(numbers(5, HIDDEN), *w.values())  # an evaluation in between changes nothing
+        x = [numbers(6 + rank, HIDDEN, seed=s).requires_grad_() for s in range(3)]
         outs = [layer(rows, *w.values()) for rows in x]
         for i in order:
             (outs[i][0].square().sum() + outs[i][1]).backward()

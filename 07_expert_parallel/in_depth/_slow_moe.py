@@ -7,10 +7,6 @@ from moe_layer import MoE, MoEConfig
 from torch import Tensor, nn
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def queue_by_queue(experts: list[list[int]], room: float, num_experts: int) -> list[list[bool]]:
     """What finds room [T][K]: first choices before second ones, earlier tokens before later ones."""
     left, kept = [room] * num_experts, [[False] * len(row) for row in experts]

@@ -21,15 +21,11 @@ from expert_dispatch import (
 from harness.meter import communication
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import assert_same_named
+from harness.reference import assert_same_named, numbers
 from routing import route, within_capacity
 from torch import Tensor
 
 H, F_ = 12, 8
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------- three computations
@@ -39,13 +35,13 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 @pytest.mark.parametrize("counts", [[3, 5, 2], [0, 7, 0], [4, 0, 0], [0, 0, 0], [1, 1, 1]])
 def test_each_computation_gives_every_row_its_expert_and_an_expert_without_rows_a_gradient_of_zero(compute, counts):
     dtype, tol = (torch.float32, 1e-5) if compute == "grouped" else (torch.float64, 1e-12)
-    x = random(sum(counts), H, dtype=dtype).requires_grad_()
+    x = numbers(sum(counts), H, dtype=dtype).requires_grad_()
     w = {
-        n: random(3, *s, seed=1 + i, dtype=dtype)
+        n: numbers(3, *s, seed=1 + i, dtype=dtype)
         for i, (n, s) in enumerate([("w1", (F_, H)), ("w3", (F_, H)), ("w2", (H, F_))])
     }
     w = {name: value.requires_grad_() for name, value in w.items()}
-    up = random(sum(counts), H, seed=9, dtype=dtype)
+    up = numbers(sum(counts), H, seed=9, dtype=dtype)
     y = COMPUTES[compute](x, counts, **w)
     y.backward(up)
     got = {"y": y.detach(), "x": x.grad, **{name: value.grad for name, value in w.items()}}
@@ -63,11 +59,11 @@ def test_each_computation_gives_every_row_its_expert_and_an_expert_without_rows_
 
 
 def test_grouped_products_say_what_they_cannot_do():
-    x, w = random(4, H), random(2, F_, H)
+    x, w = numbers(4, H), numbers(2, F_, H)
     with pytest.raises(ValueError, match="grouped products need no float64"):
         experts_grouped(x, [2, 2], w, w, w.transpose(1, 2))
     with pytest.raises(ValueError, match="rows of 16 bytes"):
-        experts_grouped(x[:, :3].float(), [2, 2], *(random(2, 8, 3).float(),) * 2, random(2, 3, 8).float())
+        experts_grouped(x[:, :3].float(), [2, 2], *(numbers(2, 8, 3).float(),) * 2, numbers(2, 3, 8).float())
 
 
 # ------------------------------------------------------------------------------------- dispatch: the one reference
@@ -85,12 +81,12 @@ CASES = {
 
 def problem(case: str, tokens: int) -> dict:
     E, _, _, bias = CASES[case]
-    logits = random(tokens, E, seed=3)
+    logits = numbers(tokens, E, seed=3)
     for expert, value in bias.items():
         logits[:, expert] += value
     shapes = {"w1": (E, F_, H), "w3": (E, F_, H), "w2": (E, H, F_)}
-    tensors = {name: random(*shape, seed=5 + i) / 2 for i, (name, shape) in enumerate(shapes.items())}
-    return {"x": random(tokens, H, seed=4), "logits": logits, "up": random(tokens, H, seed=8)} | tensors
+    tensors = {name: numbers(*shape, seed=5 + i) / 2 for i, (name, shape) in enumerate(shapes.items())}
+    return {"x": numbers(tokens, H, seed=4), "logits": logits, "up": numbers(tokens, H, seed=8)} | tensors
 
 
 @cache
@@ -178,7 +174,7 @@ def test_one_process_without_a_group_sends_nothing():
 
 
 def test_once_sends_a_token_once_to_each_rank_and_node_limited_routing_bounds_how_often():
-    logits = random(400, 16)
+    logits = numbers(400, 16)
     free, limited = route(logits, 4).experts, route(logits, 4, "softmax", None, 4, 2).experts
     used = torch.ones_like(free).bool()
     rows = {
@@ -199,9 +195,9 @@ def weightless(P: int) -> Tensor:
     """Gradient of a weight that is exactly zero: its expert was chosen, and would be worth more than nothing."""
     weights = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
     plan = make_plan("once", torch.tensor([[0, 3]]), None, 4, dist.group.WORLD)
-    w = random(4 // P, F_, H)
+    w = numbers(4 // P, F_, H)
     compute = lambda rows, counts: experts_loop(rows, counts, w, w, w.transpose(1, 2).contiguous())  # noqa: E731
-    DISPATCH["once"](random(1, H), weights, plan, compute, dist.group.WORLD).sum().backward()
+    DISPATCH["once"](numbers(1, H), weights, plan, compute, dist.group.WORLD).sum().backward()
     return weights.grad
 
 

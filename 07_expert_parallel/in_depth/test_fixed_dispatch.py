@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from _moe_demo import HostWaits
-from _slow_moe import queue_by_queue, random
+from _slow_moe import queue_by_queue
 from expert_dispatch import dispatch_pairs, experts_loop, make_plan
 from fixed_dispatch import bytes_sent_fixed, dispatch_fixed, moe_fixed, slots_of
 from harness.meter import communication
 from harness.programs import refusal
 from harness.ranks import run_ranks
-from harness.reference import assert_same, assert_same_named
+from harness.reference import assert_same, assert_same_named, numbers
 from routing import balance_loss, expert_counts, group_sum, route, router_logits
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -26,8 +26,8 @@ RUNS = [("softmax", 17), ("sigmoid", 17), ("softmax", 2), ("softmax", 1)]  # (ro
 
 def leaves(sizes: list[int], rank: int) -> dict[str, Tensor]:
     P = len(sizes)
-    whole = {"x": random(sum(sizes), H), "gate": random(E, H, seed=1)}
-    whole |= {"w1": random(E, F_, H, seed=2), "w3": random(E, F_, H, seed=3), "w2": random(E, H, F_, seed=4)}
+    whole = {"x": numbers(sum(sizes), H), "gate": numbers(E, H, seed=1)}
+    whole |= {"w1": numbers(E, F_, H, seed=2), "w3": numbers(E, F_, H, seed=3), "w2": numbers(E, H, F_, seed=4)}
     mine = {n: v.chunk(P)[rank] if n in ("w1", "w3", "w2") else v for n, v in whole.items()}
     mine["x"] = whole["x"].split(sizes)[rank]
     return {n: v.clone().requires_grad_() for n, v in mine.items()}
@@ -95,7 +95,7 @@ def test_a_pair_gets_the_next_slot_of_its_expert_first_choices_first_and_the_dro
     experts = torch.tensor([[2, 0], [2, 1], [0, 2]])
     assert slots_of(experts, 3, 2).tolist() == [[4, 1], [5, 2], [0, 6]]  # the second choice of the last token: none
     assert slots_of(experts, 3, 1).tolist() == [[2, 3], [3, 1], [0, 3]]
-    many = route(random(40, E, seed=7), K).experts
+    many = route(numbers(40, E, seed=7), K).experts
     for C in (1, 3, 40):
         slots = slots_of(many, E, C)
         assert (slots < E * C).tolist() == queue_by_queue(many.tolist(), C, E)
@@ -105,8 +105,8 @@ def test_a_pair_gets_the_next_slot_of_its_expert_first_choices_first_and_the_dro
 
 
 def test_a_dropped_pair_adds_nothing_and_gives_neither_its_token_nor_its_weight_a_gradient():
-    x, weights = random(2, H).requires_grad_(), torch.ones(2, 1).double().requires_grad_()
-    w = random(1, F_, H, seed=2), random(1, F_, H, seed=3), random(1, H, F_, seed=4)
+    x, weights = numbers(2, H).requires_grad_(), torch.ones(2, 1).double().requires_grad_()
+    w = numbers(1, F_, H, seed=2), numbers(1, F_, H, seed=3), numbers(1, H, F_, seed=4)
     y = dispatch_fixed(x, weights, slots_of(torch.zeros(2, 1, dtype=torch.int64), 1, 1), *w, 1, None)
     y.square().sum().backward()
     assert y[0].abs().max() > 0 and not y[1].any()
@@ -129,7 +129,7 @@ class Shapes(TorchDispatchMode):
 def test_every_operation_has_the_same_shapes_whatever_the_tokens_choose_and_those_of_the_other_layer_have_not():
     def shapes(layer, seed: int) -> list[tuple]:
         tensors = leaves([17], 0)
-        tensors["x"] = random(17, H, seed=seed).requires_grad_()
+        tensors["x"] = numbers(17, H, seed=seed).requires_grad_()
         with Shapes() as mode:
             layer(*tensors.values(), 3, None, "softmax")[0].sum().backward()
         return mode.seen
@@ -148,7 +148,7 @@ def test_forward_and_backward_recorded_with_one_batch_are_right_for_another():
 
     tensors = [t.detach() for t in leaves([17], 0).values()]
     recorded = make_fx(step)(*tensors)
-    tensors[0] = random(17, H, seed=50)
+    tensors[0] = numbers(17, H, seed=50)
     for i, (got, want) in enumerate(zip(recorded(*tensors), step(*tensors), strict=True)):
         assert_same(got.double(), want.double(), 1e-12, f"result {i}")
 

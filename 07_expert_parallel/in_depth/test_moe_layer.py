@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _moe_demo import HostWaits
-from _slow_moe import SlowMoE, random
+from _slow_moe import SlowMoE
 from expert_dispatch import DISPATCH, RouterError
 from harness.meter import communication, saved_activations
 from harness.programs import refusal
 from harness.ranks import run_ranks
-from harness.reference import assert_same, assert_same_named, error_between
+from harness.reference import assert_same, assert_same_named, error_between, numbers
 from moe_layer import MoE, MoEConfig, moe_layers, recomputed, set_loss_scale, take_losses, update_biases
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -43,13 +43,13 @@ def lively(layer: nn.Module, experts: int, rank: int = 0, P: int = 1) -> nn.Modu
     layer.double()
     for i, (name, p) in enumerate(sorted(layer.named_parameters())):
         stacked = name.startswith("experts.")
-        full = random(experts if stacked else p.shape[0], *p.shape[1:], seed=i) / p.shape[-1] ** 0.5
+        full = numbers(experts if stacked else p.shape[0], *p.shape[1:], seed=i) / p.shape[-1] ** 0.5
         p.data.copy_(full.chunk(P)[rank] if stacked else 2 * full)
     return layer
 
 
 def inputs(step: int, micro_batch: int) -> Tensor:
-    return random(8, SMALL.hidden, seed=100 + 10 * step + micro_batch)
+    return numbers(8, SMALL.hidden, seed=100 + 10 * step + micro_batch)
 
 
 def gradients_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ def test_with_fixed_shapes_they_are_the_same_if_all_ranks_have_as_many_tokens(P)
 
 
 def test_with_fixed_shapes_a_capacity_is_room_in_slots_for_each_rank():
-    x, c = random(8, 16), replace(SMALL, capacity=0.5)  # two slots for each of four experts, and 16 choices
+    x, c = numbers(8, 16), replace(SMALL, capacity=0.5)  # two slots for each of four experts, and 16 choices
     layer = lively(MoE(c, None, None, version="fixed"), 4)
     tape = moe_layer.Tape()
     layer.tape = tape
@@ -191,7 +191,7 @@ def test_a_process_without_a_group_is_a_whole_layer():
 
 def test_an_attached_loss_changes_no_output_and_needs_none_to_carry_it():
     layers = [lively(MoE(c, None, None), 4) for c in (SMALL, replace(SMALL, balance=0.0, z=0.0))]
-    x = random(8, 16)
+    x = numbers(8, 16)
     assert torch.equal(layers[0](x), layers[1](x))
     layers[0](x.requires_grad_()).sum().mul(0.0).backward()  # nothing but the attached losses gives a gradient
     assert layers[0].gate.weight.grad.abs().max() > 1e-3
@@ -201,22 +201,22 @@ def test_an_attached_loss_changes_no_output_and_needs_none_to_carry_it():
 def test_no_loss_is_counted_in_evaluation_or_without_gradients():
     layer = lively(MoE(SMALL, None, None), 4)
     with torch.no_grad():
-        layer(random(8, 16))
+        layer(numbers(8, 16))
     layer.eval()
-    layer(random(8, 16))
+    layer(numbers(8, 16))
     assert layer.losses == {} and take_losses(layer, None) == {}
 
 
 def test_evaluation_counts_no_choice_and_moves_no_bias():
     layer = lively(MoE(CONFIGS["sigmoid, bias, shared experts"], None, None), 4)
-    layer(random(8, 16))
+    layer(numbers(8, 16))
     before = update_biases(layer, None)
     biases = layer.bias_steps.clone()
     assert before.sum() == 16 and biases.any(), "training has to count, or this test sees nothing"
     layer.eval()
     with torch.no_grad():
-        layer(random(8, 16, seed=1))
-    layer(random(8, 16, seed=1))
+        layer(numbers(8, 16, seed=1))
+    layer(numbers(8, 16, seed=1))
     assert not update_biases(layer, None).any() and torch.equal(layer.bias_steps, biases)
 
 
@@ -237,7 +237,7 @@ class Flipping:
 def with_a_flipping_router(wrap) -> tuple[dict, list]:
     layer = lively(MoE(replace(SMALL, top_k=1), None, None), 4)
     layer.gate.weight.data[1] = layer.gate.weight.data[0]
-    router, x = Flipping(), random(8, 16).requires_grad_()
+    router, x = Flipping(), numbers(8, 16).requires_grad_()
     with patch.object(moe_layer, "router_logits", router):
         y = wrap(nn.Sequential(layer, nn.SiLU()))(x)  # something behind it, or recomputation would end inside it
         (y * y.detach().cos()).sum().backward()
@@ -263,7 +263,7 @@ def test_micro_batches_may_go_backward_in_any_order(order):
     def run(recompute: bool) -> dict:
         layer = lively(MoE(SMALL, None, None), 4)
         call = recomputed(layer) if recompute else layer
-        ys = [call(random(8, 16, seed=seed).requires_grad_()) for seed in range(3)]
+        ys = [call(numbers(8, 16, seed=seed).requires_grad_()) for seed in range(3)]
         for i in order:
             (ys[i] * ys[i].detach().cos()).sum().backward()
         return gradients_of(layer)
@@ -272,7 +272,7 @@ def test_micro_batches_may_go_backward_in_any_order(order):
 
 
 def test_a_recomputed_layer_keeps_its_input_and_no_activations_and_sends_its_counts_once():
-    layer, x = lively(MoE(SMALL, None, None), 4), random(8, 16).requires_grad_()
+    layer, x = lively(MoE(SMALL, None, None), 4), numbers(8, 16).requires_grad_()
     with saved_activations(exclude=layer.parameters()) as plain:
         layer(x)
     with saved_activations(exclude=layer.parameters()) as kept:
@@ -283,7 +283,7 @@ def test_a_recomputed_layer_keeps_its_input_and_no_activations_and_sends_its_cou
 def collectives(recompute: bool) -> dict:
     layer = lively(MoE(SMALL, dist.group.WORLD, dist.group.WORLD), 4, dist.get_rank(), 2)
     with communication() as sent:
-        y = (recomputed(layer) if recompute else layer)(random(8, 16).requires_grad_())
+        y = (recomputed(layer) if recompute else layer)(numbers(8, 16).requires_grad_())
         y.sum().backward()
     return dict(sent.calls)
 
@@ -339,7 +339,7 @@ def waits_of_layers(P: int) -> dict:
     for case, version, compute, again in [*runs, ("softmax, both losses", "pairs", "padded", False)]:
         c, group = CONFIGS[case], dist.group.WORLD
         layer = lively(MoE(c, group, group, version=version, compute=compute), c.experts, dist.get_rank(), P)
-        call, x = recomputed(layer) if again else layer, random(5, 16, seed=dist.get_rank()).requires_grad_()
+        call, x = recomputed(layer) if again else layer, numbers(5, 16, seed=dist.get_rank()).requires_grad_()
         with HostWaits() as waits:
             call(x).sum().backward()
         found[case, version, compute, again] = waits.found
@@ -358,7 +358,7 @@ def waits_in_fixed_shapes() -> list:
         layer = lively(MoE(CONFIGS[case], dist.group.WORLD, dist.group.WORLD, version="fixed"), 4, dist.get_rank(), 2)
         for call in (layer, recomputed(layer)):
             with HostWaits() as waits:
-                call(random(5, 16, seed=dist.get_rank()).requires_grad_()).sum().backward()
+                call(numbers(5, 16, seed=dist.get_rank()).requires_grad_()).sum().backward()
             found += waits.found
     return found
 
@@ -383,7 +383,7 @@ def test_the_bias_is_exact_in_bf16_saved_with_the_weights_and_counts_are_not():
 
 def autocast_bytes() -> tuple:
     layer = lively(MoE(SMALL, dist.group.WORLD, dist.group.WORLD), 4, dist.get_rank(), 2).float()
-    x = random(8, 16).float().requires_grad_()
+    x = numbers(8, 16).float().requires_grad_()
     outs = []
     for enabled in (False, True):
         with communication() as sent, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -407,14 +407,14 @@ def test_under_autocast_tokens_travel_in_bf16_and_the_router_stays_in_float32():
 def test_logits_that_are_not_finite_are_named_with_their_layer():
     block = nn.Sequential(MoE(SMALL, None, None))
     moe_layers(block)[0].name = "model.layers.3.mlp"
-    x = random(8, 16)
+    x = numbers(8, 16)
     x[2, 5] = float("nan")
     with pytest.raises(RouterError, match="router logits of model.layers.3.mlp are not finite: 1 tokens on rank 0"):
         block.double()(x)
 
 
 def test_a_linear_of_ones_own_multiplies_as_its_docstring_says_or_is_refused():
-    c, x = CONFIGS["sigmoid, bias, shared experts"], random(8, 16)
+    c, x = CONFIGS["sigmoid, bias, shared experts"], numbers(8, 16)
     for version, products in (("pairs", 3 * 4 + 3), ("fixed", 3)):
         called: list[int] = []
         parts = SimpleNamespace(linear=lambda x, w, called=called: called.append(1) or F.linear(x, w))

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 import two_hops
 from _moe_demo import HostWaits, Wire
-from _slow_moe import random
 from expert_dispatch import Exchange, dispatch_rows, experts_loop, make_plan, reference
 from harness.meter import communication
 from harness.programs import refusal
 from harness.ranks import run_ranks
-from harness.reference import assert_same_named
+from harness.reference import assert_same_named, numbers
 from routing import route
 from torch import Tensor
 from two_hops import (
@@ -38,11 +37,11 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 2), (4, 2, 2), (4, 2, 1), (4, 4, 2)]  # 
 
 def problem(tokens: int) -> dict[str, Tensor]:
     shapes = {"w1": (E, F_, H), "w3": (E, F_, H), "w2": (E, H, F_), "shared": (H, H)}
-    tensors = {name: random(*shape, seed=5 + i) / 2 for i, (name, shape) in enumerate(shapes.items())}
+    tensors = {name: numbers(*shape, seed=5 + i) / 2 for i, (name, shape) in enumerate(shapes.items())}
     return {
-        "x": random(tokens, H, seed=4),
-        "logits": random(tokens, E, seed=3),
-        "up": random(tokens, H, seed=8),
+        "x": numbers(tokens, H, seed=4),
+        "logits": numbers(tokens, E, seed=3),
+        "up": numbers(tokens, H, seed=8),
     } | tensors
 
 
@@ -137,11 +136,11 @@ def rows_over_the_slow_link() -> dict[tuple[int, str], int]:
     rank, group, found = dist.get_rank(), dist.group.WORLD, {}
     _, across = node_groups([0, 1, 2, 3], 2)
     for M in (1, 2):
-        routing = route(random(40, E, seed=rank), K, "softmax", None, 2, M)
+        routing = route(numbers(40, E, seed=rank), K, "softmax", None, 2, M)
         table = weight_table(routing.experts, routing.weights, E)
         for way, among in (("two hops", across), ("one hop", group)):
             with Wire() as wire:
-                hop(random(40, 1024), table, lambda rows, table, counts: torch.zeros_like(rows), among)
+                hop(numbers(40, 1024), table, lambda rows, table, counts: torch.zeros_like(rows), among)
             bytes_ = sum(n for to, n in wire.to.items() if to // 2 != rank // 2)
             found[M, way] = bytes_ // (1024 * 8)  # tables and counts of all of them are less than a row
     return found
@@ -151,7 +150,7 @@ def test_a_token_crosses_the_slow_link_once_for_each_node_that_it_needs_and_the_
     by_rank = run_ranks(4, rows_over_the_slow_link)
     sums = {key: sum(found[key] for found in by_rank) for key in by_rank[0]}
     for M in (1, 2):
-        chosen = [route(random(40, E, seed=r), K, "softmax", None, 2, M).experts for r in range(4)]
+        chosen = [route(numbers(40, E, seed=r), K, "softmax", None, 2, M).experts for r in range(4)]
         needed = sum(int((experts // (E // 2) != r // 2).any(1).sum()) for r, experts in enumerate(chosen))
         assert sums[M, "two hops"] == 2 * needed, M  # there, and the answers back
         assert sums[M, "two hops"] < sums[M, "one hop"], M
@@ -181,7 +180,7 @@ class Watched:
 def calls_of_torch() -> list[str]:
     """When torch is asked to send without waiting, when somebody waits for it, and the shared expert between them."""
     groups, events, send = node_groups([0, 1], 2), [], dist.all_to_all_single
-    x, w = random(5, H).requires_grad_(), random(H, H).requires_grad_()
+    x, w = numbers(5, H).requires_grad_(), numbers(H, H).requires_grad_()
     experts = torch.arange(10).view(5, 2) % 4
     table = weight_table(experts, torch.full((5, 2), 0.5, dtype=torch.float64), 4)
 
@@ -244,9 +243,9 @@ def weightless() -> Tensor:
     weights = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
     table = weight_table(torch.tensor([[0, 3]]), weights, 4)
     inside, across = node_groups([0, 1], 2)
-    w = random(2, F_, H)
+    w = numbers(2, F_, H)
     compute = lambda rows, counts: experts_loop(rows, counts, w, w, w.transpose(1, 2).contiguous())  # noqa: E731
-    dispatch_two_hops(random(1, H), table, compute, inside, across).sum().backward()
+    dispatch_two_hops(numbers(1, H), table, compute, inside, across).sum().backward()
     return weights.grad
 
 
@@ -279,7 +278,7 @@ def test_in_bf16_two_hops_are_as_far_from_float64_as_one():
 
 
 def test_a_rank_without_any_row_answers_with_none():
-    w = random(2, F_, H).requires_grad_()
+    w = numbers(2, F_, H).requires_grad_()
     compute = lambda rows, counts: experts_loop(rows, counts, w, w, w.transpose(1, 2))  # noqa: E731
     y = answer(torch.zeros(0, H).double(), torch.zeros(0, 2).double(), [0, 0], compute)
     y.sum().backward()
@@ -287,7 +286,7 @@ def test_a_rank_without_any_row_answers_with_none():
 
 
 def test_a_second_derivative_is_refused():
-    x, trip = random(2, H).requires_grad_(), Trip([2], [2], None, lambda event: None)
+    x, trip = numbers(2, H).requires_grad_(), Trip([2], [2], None, lambda event: None)
     for y in (Exchange.apply(x, [2], [2], None), Arrive.apply(Depart.apply(x, trip), trip)):
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):

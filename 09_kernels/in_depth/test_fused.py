@@ -24,6 +24,7 @@ from fused import (
 )
 from harness.meter import peak_memory, saved_activations
 from harness.programs import assert_refused, printed_json, refusal
+from harness.reference import numbers
 
 KERNELS = list(FUSED)
 HERE = Path(__file__).parent
@@ -35,10 +36,6 @@ def poisoned():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def random(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def assert_as_good_as_torch(fused, reference, tensors, rest=(), dtypes=(torch.float64, torch.float32, torch.float16)):
@@ -74,7 +71,7 @@ def test_one_row_and_one_column_are_a_tensor_too(name):
 
 @pytest.mark.prove
 def test_rows_that_lie_apart_are_read_at_their_stride():
-    wide, w = random(6, 3 * 37), 1 + 0.1 * random(37, seed=1)
+    wide, w = numbers(6, 3 * 37), 1 + 0.1 * numbers(37, seed=1)
     tables = inputs(1, 6, 1)["rope"][1]
     for dtype in (torch.float64, torch.float32):
         a, b, c = (x.to(DEVICE) for x in wide.to(dtype).chunk(3, dim=1))  # column slices: stride 111, 37 columns
@@ -89,9 +86,11 @@ def test_rows_that_lie_apart_are_read_at_their_stride():
             "swiglu": (swiglu, swiglu_reference, [b, c], []),
             "swiglu of one contiguous tensor": (swiglu, swiglu_reference, [b, c.contiguous()], []),
         }
-        heads = random(2, 6, 5, 3 * 16, seed=2).to(DEVICE, dtype)  # [B, S, N, 3·D], as one product for q, k, v gives it
+        heads = numbers(2, 6, 5, 3 * 16, seed=2).to(
+            DEVICE, dtype
+        )  # [B, S, N, 3·D], as one product for q, k, v gives it
         q, k = heads[..., :16], heads[..., 16:32]
-        moved = random(2, 5, 6, 16, seed=3).to(DEVICE, dtype).transpose(1, 2)  # [B, N, S, D] seen as [B, S, N, D]
+        moved = numbers(2, 5, 6, 16, seed=3).to(DEVICE, dtype).transpose(1, 2)  # [B, N, S, D] seen as [B, S, N, D]
         for label, x in {"a slice": k, "a transpose": moved, "odd columns": q.mT.contiguous().mT}.items():
             here = [t.to(DEVICE) for t in tables]
             cases[f"rope of {label}"] = (rope, rope_reference, [x], here)
@@ -115,7 +114,7 @@ def test_gradients_with_any_strides_are_read_right(name):
             outs = out if isinstance(out, tuple) else (out,)
             grads = []
             for i, y in enumerate(outs):  # of two outputs one gradient has strides of either kind
-                wide = random(*y.shape[:-1], 2 * y.shape[-1], seed=7).to(device)
+                wide = numbers(*y.shape[:-1], 2 * y.shape[-1], seed=7).to(device)
                 sliced = (kind == "slice") == (i == 0)
                 grads.append(wide[..., : y.shape[-1]] if sliced else wide.flatten()[0].expand(y.shape))
                 assert not grads[-1].is_contiguous()
@@ -126,7 +125,7 @@ def test_gradients_with_any_strides_are_read_right(name):
 
 
 def test_large_numbers_overflow_nowhere():
-    big = random(3, 37)
+    big = numbers(3, 37)
     assert_as_good_as_torch(softmax, softmax_reference, [1e4 * big])
     assert_as_good_as_torch(softmax, softmax_reference, [1e4 + big], dtypes=[torch.float64, torch.float32])
     w = torch.ones(37, dtype=torch.float64)
@@ -138,18 +137,18 @@ def test_large_numbers_overflow_nowhere():
 
 
 def test_a_norm_of_more_than_8192_columns_reads_its_weight_for_each_row():
-    tensors = [random(2, 8200), 1 + 0.1 * random(8200, seed=1)]
+    tensors = [numbers(2, 8200), 1 + 0.1 * numbers(8200, seed=1)]
     assert_as_good_as_torch(rms_norm, rms_norm_reference, tensors, [1e-5], [torch.float32])
 
 
 def test_a_row_that_is_all_masked_gives_zeros_and_zero_gradients():
-    x = random(4, 37)
+    x = numbers(4, 37)
     x[1] = -float("inf")
     x[2, 5:] = -float("inf")
     for dtype in (torch.float64, torch.float32, torch.float16):
         leaf = x.to(DEVICE, dtype, copy=True).requires_grad_()
         y = softmax(leaf)
-        y.backward(random(4, 37, seed=1).to(DEVICE, dtype))
+        y.backward(numbers(4, 37, seed=1).to(DEVICE, dtype))
         assert (y[1] == 0).all() and (leaf.grad[1] == 0).all()
         assert not y.isnan().any() and not leaf.grad.isnan().any()
         want = softmax_reference(x.to(dtype).double())
@@ -158,7 +157,7 @@ def test_a_row_that_is_all_masked_gives_zeros_and_zero_gradients():
 
 
 def test_a_nan_in_a_row_stays_visible_and_stays_in_its_row():
-    x, w = random(3, 37, dtype=torch.float32).to(DEVICE), torch.ones(37, device=DEVICE)
+    x, w = numbers(3, 37, dtype=torch.float32).to(DEVICE), torch.ones(37, device=DEVICE)
     x[1, 4] = float("nan")
     assert softmax(x).isnan().any(1).tolist() == [False, True, False]
     assert rms_norm(x, w, 1e-5).isnan().any(1).tolist() == [False, True, False]
@@ -192,7 +191,7 @@ def test_a_forward_pass_allocates_its_outputs_and_what_it_keeps_and_nothing_else
 
 
 def test_bytes_moved_count_every_input_and_output_once():
-    x, w = random(2, 5, 40, dtype=torch.float32).to(DEVICE), torch.ones(40, device=DEVICE)
+    x, w = numbers(2, 5, 40, dtype=torch.float32).to(DEVICE), torch.ones(40, device=DEVICE)
     n = x.nbytes
     assert bytes_moved("softmax", x.numel(), 4) == (n + n, 2 * n + n)
     assert bytes_moved("add_rms_norm", x.numel(), 4)[0] == sum(y.nbytes for y in (x, x, *add_rms_norm(x, x, w, 1e-5)))
@@ -200,8 +199,8 @@ def test_bytes_moved_count_every_input_and_output_once():
 
 
 def test_a_norm_of_which_only_one_output_was_used_has_the_gradients_of_that_one():
-    x, r, w = random(5, 37), random(5, 37, seed=1), 1 + 0.1 * random(37, seed=2)
-    dout = random(5, 37, seed=3)
+    x, r, w = numbers(5, 37), numbers(5, 37, seed=1), 1 + 0.1 * numbers(37, seed=2)
+    dout = numbers(5, 37, seed=3)
     for which in (0, 1):
         grads = []
         for function, device in ((add_rms_norm, DEVICE), (REFERENCE["add_rms_norm"], "cpu")):
@@ -215,7 +214,7 @@ def test_a_norm_of_which_only_one_output_was_used_has_the_gradients_of_that_one(
 
 
 def test_a_norm_with_float32_weights_on_float16_rows_gives_float32_as_multiplying_does():
-    x, w = random(3, 37, dtype=torch.float16).to(DEVICE), (1 + 0.1 * random(37)).float().to(DEVICE)
+    x, w = numbers(3, 37, dtype=torch.float16).to(DEVICE), (1 + 0.1 * numbers(37)).float().to(DEVICE)
     got, want = rms_norm(x, w, 1e-5), rms_norm_reference(x, w, 1e-5)
     assert got.dtype == want.dtype == torch.float32
     exact = rms_norm_reference(x.double().cpu(), w.double().cpu(), 1e-5)
@@ -225,8 +224,8 @@ def test_a_norm_with_float32_weights_on_float16_rows_gives_float32_as_multiplyin
 def test_what_is_normalised_is_the_sum_as_it_is_stored():
     """Backward reads the stored sum, rounded to 16 bits, and what goes on past the norm is that sum, too. With float32
     weights the output has float32's digits, so that 1e-6 tells the norm of the one from the norm of the other."""
-    x, r = (random(5, 300, seed=seed, dtype=torch.float16).to(DEVICE) for seed in (0, 1))
-    w = (1 + 0.1 * random(300, seed=2)).float().to(DEVICE)
+    x, r = (numbers(5, 300, seed=seed, dtype=torch.float16).to(DEVICE) for seed in (0, 1))
+    w = (1 + 0.1 * numbers(300, seed=2)).float().to(DEVICE)
     y, total = add_rms_norm(x, r, w, 1e-5)
     assert total.dtype == torch.float16 and y.dtype == torch.float32
     assert torch.equal(total, x + r)
@@ -235,7 +234,7 @@ def test_what_is_normalised_is_the_sum_as_it_is_stored():
 
 
 def test_angles_may_differ_between_samples_as_they_do_with_positions_of_a_shard():
-    x = random(2, 5, 3, 16)
+    x = numbers(2, 5, 3, 16)
     angle = torch.rand(2, 5, 8, generator=torch.Generator().manual_seed(1))
     for shape in ((2, 5, 8), (1, 5, 8), (5, 8)):
         part = angle[0] if len(shape) == 2 else angle[: shape[0]]
@@ -243,7 +242,7 @@ def test_angles_may_differ_between_samples_as_they_do_with_positions_of_a_shard(
 
 
 def test_no_head_is_left_unturned_when_they_do_not_fit_into_one_program():
-    x = random(1, 2, 40, 512, dtype=torch.float32)  # 16 heads of 256 pairs for a program: 2.5 programs
+    x = numbers(1, 2, 40, 512, dtype=torch.float32)  # 16 heads of 256 pairs for a program: 2.5 programs
     angle = torch.rand(2, 256, generator=torch.Generator().manual_seed(1))
     assert_as_good_as_torch(rope, rope_reference, [x], [angle.cos(), angle.sin()], [torch.float32])
 

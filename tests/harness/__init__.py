@@ -5,6 +5,7 @@ programs     run a script as `python` would, without importing torch again
 ranks        run a function on N processes, each a rank of a Gloo group, and report what failed on which
 spawn        start the ranks of a benchmark: processes of their own, with Gloo or NCCL
 reference    decide whether a parallel run equals the unsharded one: losses, every gradient, weights after three steps
+attention    the reference of attention in parts: inputs, results and gradients, the definition
 late         collectives whose results are NaN until they are waited for
 meter        count bytes: held per rank, saved for backward, at the peak, and sent by each collective
 report       time two things in pairs, write results/*.json from a clean tree, fill the tables of the READMEs from them

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 FLOAT64, FLOAT32 = 1e-10, 1e-5  # tolerances
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal random numbers in float64, of a seed of their own."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal random numbers of a seed of their own, drawn in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def error_between(got: Tensor, want: Tensor) -> float:
