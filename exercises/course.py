@@ -18,6 +18,7 @@ import ast
 import csv
 import difflib
 import json
+import re
 import shutil
 import signal
 import sys
@@ -64,6 +65,8 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
     for script in chapter.scripts:
         bodies = {number: stub(script, fence) for number, fence in script.fences.items()}
         (half / script.within).write_text(fences.splice(script.text, bodies), encoding="utf-8")
+    for readme in half.rglob("README.md"):
+        readme.write_text(renumbered(readme, half, chapter), encoding="utf-8")
     if folder.exists():
         aside = next(f for n in range(1, 1000) if not (f := folder.with_name(f"{folder.name}.{n}")).exists())
         folder.rename(aside)
@@ -84,7 +87,26 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
 def stub(script: Script, fence: fences.Fence) -> str:
     """The initial text in place of a body, with the names that the body must define."""
     left = [] if fence.cuda else leaves(script.text, fence)
-    return f"# leave: {', '.join(left)}\n" * bool(left) + fences.stub(fence)
+    return f"# your lines define: {', '.join(left)}\n" * bool(left) + fences.stub(fence)
+
+
+def renumbered(readme: Path, folder: Path, chapter: Chapter) -> str:
+    """The text of a README whose links `script.py#L123` lead to the same lines of the student's `script.py`."""
+    scripts = {folder / script.within: script for script in chapter.scripts}
+
+    def link(match: re.Match[str]) -> str:
+        script = scripts.get((readme.parent / match[1]).resolve())
+        if script is None:
+            return match[0]
+        own, line = fences.read_fences((folder / script.within).read_text(encoding="utf-8"))[0], int(match[2])
+        before = [fence for fence in script.fences.values() if fence.first <= line]
+        if before:
+            nearest = max(before, key=lambda fence: fence.first)
+            stubbed = own[nearest.number]
+            line = stubbed.first if line < nearest.last else stubbed.last + line - nearest.last
+        return f"({match[1]}#L{line})"
+
+    return re.sub(r"\(([^()\s]+)#L(\d+)\)", link, readme.read_text(encoding="utf-8"))
 
 
 def leaves(text: str, fence: fences.Fence) -> list[str]:

@@ -590,10 +590,14 @@ def test_where_an_exercise_begins_the_names_are_told_that_it_has_to_leave(tmp_pa
         found = tool.leaves(text, fences.read_fences(text)[0]["1.1"])
         assert found == ["a"] * (behind in needed), behind
     tool.start(real(), real().chapter("04"), tmp_path / "student")
-    assert (
-        "        # leave: grad_x, grad_weights\n        raise"
-        in (tmp_path / "student" / "tensor_parallel.py").read_text()
-    )
+    folders = tmp_path / "student", ROOT / "04_tensor_parallel"
+    student, own = ((folder / "tensor_parallel.py").read_text().splitlines() for folder in folders)
+    assert "        # your lines define: grad_x, grad_weights" in student
+    readmes = [(folder / "README.md").read_text() for folder in folders]
+    links = [[int(line) for line in re.findall(r"tensor_parallel.py#L(\d+)", text)] for text in readmes]
+    there = [(student[moved - 1], own[line - 1]) for moved, line in zip(*links, strict=True)]
+    assert 0 < sum(a == b for a, b in there) < len(there) and links[0] != links[1]
+    assert all(a == b or "# --- exercise" in a for a, b in there), "a link into a body leads to its fence"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
