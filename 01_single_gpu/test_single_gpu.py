@@ -8,7 +8,7 @@ import random
 import sys
 from functools import cache
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import single_gpu
@@ -472,7 +472,12 @@ def test_the_script_passes_and_every_option_reaches_the_step(capsys, monkeypatch
     assert code == 0 and said[-1] == "PASS"
     monkeypatch.setattr(single_gpu, "train_step", record)
     monkeypatch.setattr(single_gpu, "check", lambda *args: [])
-    run_main("--steps 3 --micro-batches 5 --micro-batch 2 --seq-len 7 --recompute", capsys, monkeypatch)
+    with monkeypatch.context() as m:
+        m.setattr(single_gpu, "time", Mock(**{"perf_counter.side_effect": (0.0, 3e-6)}))
+        _, said, _ = run_main("--steps 3 --micro-batches 5 --micro-batch 2 --seq-len 7 --recompute", capsys, m)
+    shown = [float(line.split()[-1].replace(",", "")) for line in said if "per second" in line or "MFU" in line]
+    flops = 5 * single_gpu.flops(single_gpu.ModelConfig(), 2, 7)  # the model's: recomputation is not counted
+    assert shown == pytest.approx([5 * 2 * 7 / 1e-6, flops / 1e-6 / 1e12], rel=1e-3)
     run_main("--steps 2", capsys, monkeypatch)
     assert seen == [(True, 5, (2, 7))] * 3 + [(False, 2, (4, 64))] * 2
 

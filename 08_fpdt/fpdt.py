@@ -103,7 +103,7 @@ class HostOffloader:
 
         copy to the host      until the tensor has been computed              offload
         copy to the device    until the tensor has arrived on the host        start_h2d_copy
-        copy to the device    until the last reader is done with the buffer   start_h2d_copy
+        copy to the device    until all readers are done with the buffer      start_h2d_copy
         computation           until the copy has filled the buffer            read
     """
 

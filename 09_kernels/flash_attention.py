@@ -263,7 +263,7 @@ def dkdv_kernel(
 
     dk = tl.zeros([BLOCK_N, HEAD_DIM], SUM_DTYPE)
     dv = tl.zeros([BLOCK_N, HEAD_DIM], SUM_DTYPE)
-    # --- exercise 9.7: BLOCK_N keys loop over the queries that see them, in every head ---
+    # --- exercise 9.7: BLOCK_N keys loop over queries that see them, in each head of a group ---
     first_m = 0
     if CAUSAL:
         first_m = start_n // BLOCK_M * BLOCK_M  # the query tile that contains query start_n

@@ -5,7 +5,7 @@ multiply it many times as fast. But convert a whole model to fp16 and it does no
 four failures, and each has its own repair:
 
     underflow      gradients below 2^-25 become 0 in fp16      multiply the loss by a scale
-    overflow       a scaled gradient above 65,504 is infinite  skip it on all ranks, halve the scale
+    overflow       65,504 is fp16's largest value, then inf    skip it on all ranks, halve the scale
     lost updates   w - u = w if u is below half a gap at w     update a master copy in fp32
     long sums      every addition rounds: 2,048 + 1 = 2,048    add up the gradients in fp32
 
@@ -78,8 +78,8 @@ def update_master(param: Tensor, master: Tensor, grad: Tensor, lr: float) -> Non
     """Update the fp32 copy of a parameter, and round the result into the parameter.
 
     Lost updates: between 2^k and 2^(k+1) the values of a format with m bits of mantissa lie 2^(k-m)
-    apart, and an update of less than half of that leaves the parameter as it is. For bf16 that is
-    every update below 1/512 of the parameter.
+    apart, and an update of less than half of that is lost (from 2^k downwards of a quarter: there
+    the gap is half as wide). For bf16 that is every update below 1/512 of the parameter.
     """
     # --- exercise 10.2: the update happens where there are bits for it ---
     master -= lr * grad

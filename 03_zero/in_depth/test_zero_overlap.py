@@ -122,7 +122,7 @@ class Cube(torch.autograd.Function):
 
 USES = {
     "evaluation": lambda model: model(make_batch(9, 1, 1)[0][0][0]),
-    "a layer's weight outside its layer": lambda model: F.linear(torch.ones(2, 23).double(), model.layers[1].up.weight),
+    "a weight by keyword": lambda model: F.linear(torch.ones(2, 23).double(), weight=model.layers[1].up.weight),
     "the state dict": lambda model: model.state_dict()["head.weight"],
     "a copy of the model": lambda model: deepcopy(model).layers[0].down.weight,
     ".data": lambda model: model.embed.weight.data,
