@@ -34,10 +34,6 @@ MESSAGE = (pipe.BATCH, pipe.SEQ_LEN, pipe.HIDDEN)
 MESSAGE_BYTES = 8 * math.prod(MESSAGE)
 
 
-def expected_in_flight(name, p, m, rank):
-    return {"naive": 1, "afab": m, "1f1b": min(p - rank, m)}[name]
-
-
 # ---------------------------------------------------------------------- the reference: the full model, a second time
 
 
@@ -109,7 +105,7 @@ def assert_match_reference(name, cases, ranks):
             named = [{name: g for name, g in step.items() if name in trace.weights} for step in expected.gradients]
             params = {name: w for name, w in expected.weights.items() if name in trace.weights}
             assert_same_trace(trace, Trace(expected.losses, named, params), rank=rank)
-            limit = expected_in_flight(name, p, m, rank)
+            limit = pipe.expected_numbers(name, p, m)[1][rank]
             assert in_flight == limit, f"{name}, rank {rank}: {in_flight} micro-batches in flight, not {limit}"
             assert not left, f"{name}, rank {rank}: {left} are in flight after the step"
         names = sorted(name for trace, *_ in stages for name in trace.weights)
