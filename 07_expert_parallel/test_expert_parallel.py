@@ -607,8 +607,9 @@ def test_pass_is_the_last_line_and_a_failure_is_exit_code_1(monkeypatch, capsys)
         assert code == 0 and said.splitlines()[-1] == "PASS"
         assert "K = 3" in said and "K = 1" not in said and "e5" in said and "e6" not in said
         monkeypatch.setattr(expert_parallel, "check", lambda *case: [f"{case[:2]} fails"])
-        code, said = run_main("", monkeypatch, capsys)
-    assert code == 1 and said == "FAIL: (1, None) fails; (2, None) fails; (1, 1.0) fails\n"
+        for experts, top_k in ((1, 1), (3, 2)):
+            code, said = run_main(f"--experts {experts}", monkeypatch, capsys)
+            assert code == 1 and said == f"FAIL: (1, None) fails; ({top_k}, None) fails; (1, 1.0) fails\n"
 
 
 @pytest.mark.parametrize(

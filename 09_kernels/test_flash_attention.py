@@ -301,6 +301,7 @@ def test_unsupported_shapes_are_refused_in_one_line():
         "N_kv must divide N": [q[:, :, :3], k, v],
         r"k \[1, 4, 2, 16\]": [q, k[:, :4], v[:, :4]],
         r"v \[1, 8, 1, 16\]": [q, k, v[:, :, :1]],
+        r"k \[2, 8, 2, 16\]": [q, k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)],
         "k torch.float32 and v torch.float64: convert them": [q, k.float(), v],
     }.items():
         assert_refused(words, script.flash_attention, *given)

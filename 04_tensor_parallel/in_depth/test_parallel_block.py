@@ -237,7 +237,7 @@ def kept(
     sequence: bool, kv_heads: int, p: float, dtype: torch.dtype = torch.float64, column: str = "gather-again"
 ) -> tuple[int, int, list[int]]:
     tp = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[column])
-    config = replace(SMALL, kv_heads=kv_heads)
+    config = replace(SMALL, kv_heads=kv_heads, qk_norm=kv_heads == 1)
     block = make_block(config, tp, p).to(dtype)
     x = piece(numbers(B, S, SMALL.hidden).to(dtype), tp).clone().requires_grad_()
     torch.manual_seed(0)
