@@ -111,6 +111,11 @@ class Plan:
     messages: list[str]  # for the user
     lock: IO[str] | None = None  # of the run's folder; on rank 0, once all ranks are connected
 
+    @property
+    def start_from(self) -> str:
+        """The folder of the first weights, or "": a checkpoint has its own."""
+        return "" if self.resume else self.config.init
+
 
 def prepare(arguments: list[str], world_size: int, local_rank: int = 0) -> Plan:
     """Options, data and checkpoint, each checked. Raises UsageError with one line for the user."""
@@ -404,7 +409,7 @@ class Run:
         self.folder = folder
         config = plan.config
         self.leader = dist.get_rank() == 0
-        me = make_trainer(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
+        me = make_trainer(config, plan.model, plan.device, start_from=plan.start_from)
         cut = (config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
         self.training = Sampler(plan.corpus.rows, *cut)
         self.held_out = Sampler(plan.corpus.held_out, *cut)
@@ -575,7 +580,7 @@ def in_bits(loss: float, plan: Plan) -> str:
 def evaluate_alone(plan: Plan) -> str:
     """The validation loss of a checkpoint, or of the model that `--init` names."""
     config = plan.config
-    me = make_trainer(config, plan.model, plan.device, start_from="" if plan.resume else config.init)
+    me = make_trainer(config, plan.model, plan.device, start_from=plan.start_from)
     held_out = Sampler(plan.corpus.held_out, config.seq_len, plan.corpus.vocab_size, config.seed, config.documents)
     if plan.resume:
         removed = False

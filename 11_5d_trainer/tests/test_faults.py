@@ -16,6 +16,7 @@ import shutil
 import signal
 import threading
 import time
+import zlib
 from datetime import datetime
 from itertools import permutations
 from pathlib import Path
@@ -293,6 +294,12 @@ def test_a_file_of_another_node_is_waited_for_and_if_it_never_comes_there_is_no_
     checkpoint.publish(writing, progress, dict(files), 2)
     assert names(tmp_path) == ["step-000002"]
     assert checkpoint.damage(checkpoint.complete(tmp_path)[0]) == ""
+
+
+def test_a_checksum_is_that_of_all_bytes_of_a_file(tmp_path):
+    contents = b"weights" * 2**22
+    (tmp_path / "file").write_bytes(contents)
+    assert checkpoint.checksum(tmp_path / "file") == zlib.crc32(contents)
 
 
 @pytest.mark.prove

@@ -9,9 +9,12 @@ reference   the same by chapter 01's module, torch's own autograd, clip_grad_nor
 import contextlib
 import functools
 import io
+import itertools
 import math
 import random
 import re
+import types
+import weakref
 from collections import namedtuple
 from pathlib import Path
 from unittest.mock import patch
@@ -323,24 +326,17 @@ def test_groups_and_shards_of_16_ranks_are_those_of_the_lesson_and_its_figure():
 
 
 def max_in_flight(layout):
-    """Graphs alive at once: outputs of the stage that had no backward pass yet."""
-    alive, most, run_stage = 0, 0, five_d.run_stage
+    """Outputs of this stage that are alive at once."""
+    run_stage, outputs, most = five_d.run_stage, [], 0
 
-    class Counted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            nonlocal alive, most
-            alive += 1
-            most = max(most, alive)
-            return x.clone()
+    def counted(*args):
+        nonlocal most
+        output = run_stage(*args)
+        outputs.append(weakref.ref(output))
+        most = max(most, sum(ref() is not None for ref in outputs))
+        return output
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            nonlocal alive
-            alive -= 1
-            return grad_output
-
-    with patch.object(five_d, "run_stage", lambda *args: Counted.apply(run_stage(*args))):
+    with patch.object(five_d, "run_stage", counted):
         step_once(layout)
     return most
 
@@ -364,6 +360,9 @@ def test_a_rank_has_its_samples_and_of_each_a_run_of_neighbouring_tokens():
         samples, run = tokens.chunk(2)[rank // 2], slice(rank % 2 * 8, rank % 2 * 8 + 8)
         want = [part[:, run].T.tolist() for part in samples.chunk(2)]
         assert [ids.tolist() for ids in micro_batches] == want, f"rank {rank}"
+    for seq_len, cp, tp in itertools.product((5, 22, 45), (1, 2, 3), (1, 3, 4)):
+        ranks = [five_d.token_positions(seq_len, types.SimpleNamespace(cp=cp, cp_rank=r, tp=tp)) for r in range(cp)]
+        assert {len(positions) % tp for positions in ranks} == {0}, f"{seq_len} tokens with cp {cp} and tp {tp}"
 
 
 def run_ring(q, k, v):

@@ -190,6 +190,19 @@ def test_the_table_is_printed_once_with_a_sign_that_both_agree_and_kept_rank_by_
     assert len(ranks) == 4 and all(rank["sent"]["tp"][0] > 0 for rank in ranks)
 
 
+def test_the_sign_of_a_row_is_that_of_all_ranks():
+    watch = object.__new__(metrics.Watch)
+    for pairs, sign in {
+        ((8, 8), (5, 5)): "=",
+        ((8, 8), (5, 4)): "≠",
+        ((8, 7), (5, 5)): "≠",
+        ((8, 8), (5, None)): "no",
+    }.items():
+        watch.ranks = [{"held": {"weights": pair}, "sent": {}, "crossed": {}, "not counted": []} for pair in pairs]
+        _, row = watch.report().splitlines()
+        assert row.split()[2:4] == ["8", sign], f"{pairs}: {row}"
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("axis", "layout"),
