@@ -202,7 +202,6 @@ def test_program_builds_alone_in_a_folder_and_passes(tmp_path):
     assert all(float(row.split()[-1]) <= 1e-6 for row in rows)
 
 
-@pytest.mark.prove
 def test_size_option(program):
     done = run(program, "--size", "3", "70", "5")
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS"

@@ -158,7 +158,6 @@ def test_no_more_than_a_chunk_of_logits_is_ever_held():
     assert peaks["whole"] >= 2 * 4 * tokens * vocab
 
 
-@pytest.mark.prove
 def test_without_a_need_for_gradients_none_is_computed():
     tensors, (labels,) = loss_inputs(40, 130, 24)["linear_cross_entropy"]
     h, w = (x.to(DEVICE) for x in tensors)
