@@ -348,6 +348,14 @@ def test_512_nodes_are_searched_in_less_than_10_seconds_of_one_core():
     assert spent < 10, spent  # of this process: others may share the core
 
 
+def test_the_least_time_of_a_layout_is_below_its_time():
+    cluster = read_cluster("h100-400g")
+    for each in ({}, {"tp": 4}, {"ring": 4}, {"ring": 4, "gather_kv": True}, {"ulysses": 4, "ring": 2}, {"pp": 4}):
+        layout = Layout(**each, seq_len=2**15, micro_batches=8)
+        least, step = (f(LLAMA3_8B, None, layout, cluster) for f in (plan_time.least_seconds, step_time))
+        assert 0.5 * step.seconds < least < step.seconds, f"{each}: {least} and {step.seconds} seconds"
+
+
 @pytest.mark.prove
 def test_cutting_branches_by_their_best_case_changes_nothing_but_the_work(monkeypatch):
     given = task(nodes=2, batch=128)

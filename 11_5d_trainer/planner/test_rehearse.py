@@ -119,6 +119,14 @@ def test_with_fused_kernels_less_is_kept_and_the_clock_counts_their_flops():
     assert sum(c.busy) - sum(b.busy) == pytest.approx(more, rel=1e-6)
 
 
+def test_the_clock_counts_half_of_the_pairs_under_a_mask_and_all_without():
+    cluster = read_cluster("h100-400g")
+    q, k = (torch.empty(2, tokens, 4, 64, device="meta") for tokens in (16, 48))
+    for last, pairs in ((0, 16 * 48 / 2), (48, 16 * 48)):  # of a ring, a block of earlier tokens has no mask
+        seconds = rehearse_rank.seconds_of_kernel("forward_kernel", ((q,), (k,), last, 1.0), cluster)
+        assert seconds == cluster.core(2 * 2 * 2 * 4 * pairs * 64, 64)
+
+
 # ----------------------------------------------------------------------------------------- beside ranks that really run
 
 REAL = [
