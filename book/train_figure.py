@@ -96,7 +96,7 @@ def drawing() -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12" fill="{GREY}">\n{dark}',
-        f'<text x="{left}" y="18">loss of {num_params:,} parameters, in nats per byte</text>',
+        f'<text x="{left}" y="18">loss of a model of {num_params:,} parameters, nats per byte</text>',
         f'<path d="M{left},{top} V{bottom} H{right}" fill="none" stroke="{GREY}"/>',
         *(
             f'<text x="{left - 6}" y="{bottom - (bottom - top) * n / most + 4:.0f}" text-anchor="end">{n}</text>'
@@ -106,10 +106,10 @@ def drawing() -> str:
         f'<text x="{right}" y="{bottom + 18}" text-anchor="end">{last:,}</text>',
         f'<polyline points="{training}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>',
         *(f'<circle cx="{x}" cy="{y}" r="3" fill="{RED}"/>' for x, y in dots),
-        f'<text x="{right}" y="{top + 14}" text-anchor="end">line: training, dots: text not trained on</text>',
-        f'<text x="{right}" y="{top + 32}" text-anchor="end">these begin at {rows[0][2]:.2f} '
-        f"and end at {rows[-1][2]:.2f}</text>",
-        '<text x="370" y="18">grey: 32 characters of a file that it has not seen; blue: what it writes</text>',
+        f'<text x="{right}" y="{top + 14}" text-anchor="end">line: training loss, mean of {EVERY} steps</text>',
+        f'<text x="{right}" y="{top + 32}" text-anchor="end">dots: validation loss, from {rows[0][2]:.2f} '
+        f"to {rows[-1][2]:.2f}</text>",
+        f'<text x="370" y="18">grey: prompt, {PROMPT} characters of a file it has not seen; blue: generated</text>',
     ]
     for n, line in enumerate(lines):
         spans = "".join(f'<tspan fill="{colour}">{escape(words)}</tspan>' for colour, words in line)
