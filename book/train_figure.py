@@ -109,7 +109,7 @@ def drawing() -> str:
         f'<text x="{right}" y="{top + 14}" text-anchor="end">line: training loss, mean of {EVERY} steps</text>',
         f'<text x="{right}" y="{top + 32}" text-anchor="end">dots: validation loss, from {rows[0][2]:.2f} '
         f"to {rows[-1][2]:.2f}</text>",
-        f'<text x="370" y="18">grey: prompt, {PROMPT} characters of a file it has not seen; blue: generated</text>',
+        f'<text x="370" y="18">grey: prompt, {PROMPT} characters of a file not trained on; blue: generated</text>',
     ]
     for n, line in enumerate(lines):
         spans = "".join(f'<tspan fill="{colour}">{escape(words)}</tspan>' for colour, words in line)
