@@ -528,9 +528,9 @@ def test_the_estimate_is_the_least_of_what_the_fullest_rank_holds_and_near_it(la
 
 
 def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares():
-    def need(words, ranks):
+    def need(words, ranks, **sizes):
         config = Config(**parse(["--global-batch", "128", "--micro-batch", "1", *words.split()]))
-        return checks.least_bytes(config, fuzz.SIZES, ranks)
+        return checks.least_bytes(config, train.dataclasses.replace(fuzz.SIZES, **sizes), ranks)
 
     whole = need("", 4)
     assert need("--evaluate", 4) == {"weights": whole["weights"]}
@@ -545,6 +545,8 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
     assert need(f"{wide} --accumulate-dtype fp32", 4)["gradients"] == 2 * need(wide, 4)["gradients"]
     assert 0.5 < need("--tp 2", 4)["weights"] / whole["weights"] < 0.51  # norms are not cut
     assert need("--pp 2", 4)["weights"] < 0.6 * whole["weights"]
+    assert need("--pp 2", 2, layers=3)["weights"] > need("", 2, layers=3)["weights"] / 2, "two layers on a stage"
+    assert need("--pp 2 --schedule dualpipe --zero 1", 4)["AdamW's states"] == whole["AdamW's states"] / 4
     assert need("--experts 4 --ep 4", 4)["weights"] < 0.6 * need("--experts 4", 4)["weights"]
 
 

@@ -41,6 +41,7 @@ def test_a_loss_that_is_not_finite_and_a_log_of_one_line_can_be_drawn():
     few = [{"step": 3, "loss": 2.0}]
     assert curve.in_terminal([*few, {"step": 4, "loss": math.nan}]) == curve.in_terminal(few)
     assert "2.000 |." in curve.in_terminal(few) and "nan" not in curve.as_svg(few, "run")
+    assert ">3</text>" in curve.as_svg(few, "run") and ">step 4</text>" in curve.as_svg(few, "run")
     assert curve.in_terminal([]) == "no loss to draw" and curve.as_svg([], "run") == ""
 
 

@@ -27,17 +27,6 @@ def test_every_sample_once_per_epoch_and_ranks_see_disjoint_samples():
     assert {s.position for s in samplers} == {24}
 
 
-def test_the_global_batch_is_the_same_samples_for_every_number_of_ranks():
-    tokens = torch.arange(16 * 50 + 1)
-
-    def samples(dp, micro_batch):
-        samplers = [Sampler(tokens, 16, 10_000, seed=0) for _ in range(dp)]
-        batches = [s.step(micro_batch, 12 // (micro_batch * dp), r, dp) for r, s in enumerate(samplers)]
-        return sorted(int(row[0]) for pairs in batches for t, _ in pairs for row in t)
-
-    assert samples(1, 12) == samples(2, 3) == samples(4, 1) == samples(3, 2)
-
-
 def test_labels_are_the_next_tokens_also_over_the_edge_of_a_window():
     tokens, labels = Sampler(torch.arange(100), 16, 1000, seed=0).samples([0, 2])
     assert torch.equal(labels, tokens + 1)
@@ -154,7 +143,9 @@ def test_every_seed_and_epoch_has_an_order_of_its_own():
 def test_windows_of_any_length_of_text_end_with_its_last_label_at_most(tokens):
     row = Row(torch.arange(tokens))
     with nullcontext() if tokens > 16 else pytest.raises(UsageError, match=f"has {tokens} training tokens, too few"):
-        check_corpus(Corpus((row,), (row,), 51, str), Config(seq_len=16))
+        check_corpus(Corpus((row,), (row,), tokens, str), Config(seq_len=16))
+        with pytest.raises(UsageError, match=f"has token id {tokens - 1}, beyond --vocab-size {tokens - 1}"):
+            check_corpus(Corpus((row,), (row,), tokens - 1, str), Config(seq_len=16))
         sampler = Sampler([row], 16, 51, seed=0)
         batch, labels = sampler.samples(list(range(sampler.windows)))
         assert batch.flatten().tolist() == list(range(16 * sampler.windows))

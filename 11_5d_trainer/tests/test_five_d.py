@@ -282,14 +282,16 @@ def count_bytes(layout, dtype):
     return sum(wire.sent.values()), stored, sent, expected, dist.get_world_size(mesh.groups["stage"])
 
 
-BYTES = [Layout(1), Layout(4, cp=2, tp=2, ep=2), Layout(4, pp=2, tp=2, experts=0), Layout(4, pp=4), Layout(3, cp=3)]
+BYTES = [Layout(1), Layout(4, cp=2, tp=2, ep=2), Layout(4, pp=2, tp=2, experts=0), Layout(3, pp=3), Layout(3, cp=3)]
 
 
 BYTES = [pytest.param(layout, torch.float64, id=f"float64-{name_of(layout)}") for layout in BYTES]
 BYTES += [pytest.param(Layout(4, cp=2, tp=2, ep=2), torch.bfloat16, id="bfloat16-ranks4-cp2-tp2-ep2")]
 
 
-@pytest.mark.always("float64-ranks4-pp2-tp2-experts0", "bfloat16-ranks4-cp2-tp2-ep2")
+@pytest.mark.always(
+    "float64-ranks4-pp2-tp2-experts0", "bfloat16-ranks4-cp2-tp2-ep2", "float64-ranks3-pp3", "float64-ranks3-cp3"
+)
 @pytest.mark.parametrize(("layout", "dtype"), BYTES)
 def test_bytes_stored_and_sent_match_the_formulas(layout, dtype):
     for rank, (wire, stored, sent, expected, stage) in enumerate(run_ranks(layout.ranks, count_bytes, layout, dtype)):
@@ -411,19 +413,44 @@ def run_check(broken):
     def build_model(config):
         return {n: x * (math.nan if broken and n == "0.k_proj" else 1) for n, x in original(config).items()}
 
-    config = five_d.TINY._replace(seq_len=9, batch=8, num_micro_batches=2)
-    printed, original = io.StringIO(), five_d.build_model
-    with contextlib.redirect_stdout(printed), patch.object(five_d, "build_model", build_model):
+    def expected_bytes(*given, **more):  # of rank 0 one byte less than it sends, of rank 1 one more
+        return {what: count + broken * (2 * dist.get_rank() - 1) for what, count in formulas(*given, **more).items()}
+
+    config = five_d.TINY._replace(n_layers=1, seq_len=9, batch=8, num_micro_batches=2)
+    printed, original, formulas = io.StringIO(), five_d.build_model, five_d.expected_bytes
+    changed = patch.multiple(five_d, build_model=build_model, expected_bytes=expected_bytes)
+    with contextlib.redirect_stdout(printed), changed:
         failures = five_d.check(config, Mesh([0, 1], 1, 1, 2, 1), torch.device("cpu"), text())
     return failures, printed.getvalue()
 
 
-@pytest.mark.prove
-def test_check_passes_and_finds_a_weight_that_is_not_a_number():
+def test_check_passes_and_finds_a_weight_that_is_not_a_number_and_bytes_that_are_not_the_formulas():
+    counts = (five_d.get_batch(text(), 0, five_d.TINY, masked=True)[1] != IGNORE_INDEX).sum(1).tolist()
+    assert counts == sorted(counts, reverse=True) and counts[0] == 45 and counts[-5] > 0 == counts[-4]
     for rank, (failures, printed) in enumerate(run_ranks(2, run_check, False)):
         assert failures == [] and ("by formula" in printed) == (rank == 0), failures
     for failures, _ in run_ranks(2, run_check, True):
-        assert any("nan" in failure for failure in failures), failures
+        for what in ("rank 0: loss 0: error nan", "rank 0: bytes tp", "rank 1: bytes tp", "rank 1: bytes zero"):
+            assert any(failure.startswith(what) for failure in failures), f"{what} is not in {failures}"
+
+
+def train_without_steps(norm):
+    """How `train` ends if its second step has this norm, and the rates of its steps, times their limits of a norm."""
+    rates = []
+
+    def train_step(batch, flat_params, optimizer, max_norm, *_):
+        rates.append(optimizer.param_groups[0]["lr"] * max_norm)
+        return 1.0, norm if rates[1:] else 1.0
+
+    with patch.multiple(five_d, train_step=train_step):
+        return five_d.train(five_d.TINY, mesh_of(Layout(1)), torch.device("cpu"), text(), 4), rates
+
+
+def test_the_learning_rate_falls_by_a_cosine_and_a_norm_that_is_not_finite_ends_the_training():
+    for norm in (math.nan, math.inf):
+        failures, rates = run_ranks(1, train_without_steps, norm)[0]
+        assert failures == [f"step 1: loss 1.0, gradient norm {norm}"]
+        assert rates == pytest.approx([3e-3, 3e-4 + 1.35e-3 * (1 + math.cos(math.pi / 4))])
 
 
 def learn(layout, dtype):
@@ -448,11 +475,11 @@ def test_train_learns_and_writes_a_sample(dtype):
 REFUSED = [
     (1, "--no-such-option 7", "no-such-option"),
     (6, "--tp 3", "--tp 3 does not divide 4 key/value heads; use 1 or 2 or 4"),
-    (4, "--pp 3", "--pp x --cp x --tp 3 does not divide 4 ranks; use 1 or 2 or 4"),
     (8, "--pp 8", "--pp 8: there are 4 layers; use 1 to 4"),
-    (4, "--ep 3", "--ep 3 does not divide 4 experts and 4 ranks of a stage; use 1 or 2 or 4"),
     (4, "--experts 0 --ep 2", "--ep 2 does not divide 0 experts and 4 ranks of a stage; use 1"),
-    (1, "--micro-batches 5", "--micro-batches 5 does not divide 32 samples of a rank; use 1 or 2"),
+    (4, "--pp 2 --ep 4", "--ep 4 does not divide 4 experts and 2 ranks of a stage; use 1 or 2"),
+    (1, "--tp 2", "--pp x --cp x --tp 2 does not divide 1 ranks; use 1"),
+    (2, "--micro-batches 32", "--micro-batches 32 does not divide 16 samples of a rank; use 1 or 2"),
     (3, "", "dp 3 does not divide 32 samples; use 1 or 2"),
     (1, "--cp 0", "--cp 0 is too small; use 1 or more"),
     (1, "--experts -1", "--experts -1 is too small; use 0 or more"),
@@ -476,6 +503,7 @@ def test_every_option_arrives():
     args, config = five_d.parse_args(words.split(), 16)
     assert (args.pp, args.cp, args.tp, args.ep, args.train) == (2, 2, 2, 2, None)
     assert (config.num_experts, config.num_micro_batches, config.dtype) == (6, 8, torch.float64)
+    assert [five_d.parse_args(["--experts", str(n)], 1)[1].top_k for n in (0, 1, 2, 6)] == [0, 1, 2, 2]
     args, config = five_d.parse_args(["--train", "7", "--precision", "bf16", "--experts", "0"], 1)
     assert (args.train, config.dtype, config.num_experts) == (7, torch.bfloat16, 0)
     assert config.hidden == five_d.SMALL.hidden and five_d.parse_args(["--train"], 1)[0].train == 300

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import statistics
 import sys
 from pathlib import Path
 from unittest import mock
@@ -24,7 +25,7 @@ from harness.ranks import run_ranks
 from layouts import BOTH_WAYS, SIZES, SPLIT, Layout, covering, options
 from llama import LlamaConfig
 from model import alone
-from moe_layer import MoEConfig
+from moe_layer import MoEConfig, moe_layers
 from options import Config, UsageError, parse
 from plan_traffic import flows, passes_of
 from rehearse_rank import built
@@ -200,7 +201,7 @@ def test_the_sign_of_a_row_is_that_of_all_ranks():
     }.items():
         watch.ranks = [{"held": {"weights": pair}, "sent": {}, "crossed": {}, "not counted": []} for pair in pairs]
         _, row = watch.report().splitlines()
-        assert row.split()[2:4] == ["8", sign], f"{pairs}: {row}"
+        assert row.split()[2:4] == ["8", sign] and int(row.split()[-1]) == sum(got for got, _ in pairs), row
 
 
 @pytest.mark.prove
@@ -249,7 +250,8 @@ def test_the_summary_tells_loss_speed_memory_and_bytes_per_axis(text, tmp_path):
     at = next(i for i, line in enumerate(said) if line.startswith("loss  "))
     (loss, speed, memory, sent), last = said[at : at + 4], said[-1]
     assert f"{log[-2]['loss']:.4f} at the last step" in loss
-    assert "tokens/s (median), MFU n/a" in speed and " MiB on the rank with most" in memory
+    median = statistics.median(line["tokens_per_s"] for line in log if "loss" in line and line["step"] > 1)
+    assert f" {median:,.0f} tokens/s (median), MFU n/a" in speed and " MiB on the rank with most" in memory
     # 4 micro-batches: 4 L + 2 all-reduces of [2, 16, 32] in float64, and three numbers for each of 32 tokens.
     tp = 4 * ((4 * 2 + 2) * 2 * 16 * 32 * 8 + 3 * 32 * 8)
     assert sent.split(maxsplit=4)[4] == f"tp {tp / 1e6:.2f} MB, world 8 B"
@@ -366,7 +368,8 @@ def test_a_run_on_token_ids_is_prompted_with_ids_though_its_data_are_gone(text, 
 
 
 def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, tmp_path, monkeypatch, capsys):
-    _, folder = train_on(1, [*arguments(text, steps=1, warmup=0), "--out", str(tmp_path / "run")])
+    _, folder = train_on(1, arguments(text, steps=1, warmup=0, experts=4, capacity=1, out=tmp_path / "run"))
+    assert {layer.config.capacity for layer in moe_layers(generate.load_model(folder, "cpu")[0])} == {None}
 
     def said(*words):
         monkeypatch.setattr(sys, "argv", ["generate.py", *words])

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 
 import fuzz
 import generate
@@ -95,6 +95,14 @@ def test_the_tokens_do_not_depend_on_processes_or_units(stories, capsys, monkeyp
     corpus = load_corpus(Config(data=str(stories / "all.txt-1"), seq_len=16))
     [train], [val] = (documents(rows[0]) for rows in (corpus.rows, corpus.held_out))
     assert bytes(train + val).decode() == whole and 0.05 < len(val) / len(whole) <= 0.1
+
+
+def test_a_text_is_cut_before_a_character_however_many_bytes_it_has(tokenizer, tmp_path):
+    file = tmp_path / "text.txt"
+    for before, character in product(range(4), "aé€𝄞"):
+        file.write_text("a" * before + character * 207)
+        assert all(file.read_bytes()[: prepare.cut_text(file, at)].decode() for at in range(4, 20))
+        assert load_corpus(Config(data=str(file), tokenizer=str(tokenizer), seq_len=2)).size > 0
 
 
 # ------------------------------------------------------------------------------------------------------- refused
