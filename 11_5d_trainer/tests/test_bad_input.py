@@ -1,6 +1,7 @@
 """Wrong configurations: each ends before any process group is made, in the one line that is written here."""
 
 import argparse
+import dataclasses
 import json
 import os
 
@@ -530,7 +531,7 @@ def test_the_estimate_is_the_least_of_what_the_fullest_rank_holds_and_near_it(la
 def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares():
     def need(words, ranks, **sizes):
         config = Config(**parse(["--global-batch", "128", "--micro-batch", "1", *words.split()]))
-        return checks.least_bytes(config, train.dataclasses.replace(fuzz.SIZES, **sizes), ranks)
+        return checks.least_bytes(config, dataclasses.replace(fuzz.SIZES, **sizes), ranks)
 
     whole = need("", 4)
     assert need("--evaluate", 4) == {"weights": whole["weights"]}
@@ -556,7 +557,7 @@ def test_a_model_that_no_rank_can_hold_is_refused_with_the_estimate(preset, text
     monkeypatch.setattr(checks, "memory_of_a_rank", lambda device: 16 * 10**9)
     words = ["--preset", preset, "--data", text, "--device", "cpu"]
     said = refusal(words)
-    sizes = train.dataclasses.replace(train.PRESETS[preset], vocab_size=256)
+    sizes = dataclasses.replace(train.PRESETS[preset], vocab_size=256)
     need = sum(checks.least_bytes(Config(preset=preset), sizes, 1).values()) / 1e9
     assert said.startswith(f"--preset {preset} needs at least {need:,.1f} GB on a rank (weights "), said
     assert "which has 16.0 GB; share it out with --tp, --pp, --ep or --zero on more ranks, or take a smaller" in said
@@ -574,7 +575,7 @@ def test_the_memory_of_a_rank_is_its_share_of_the_machine(monkeypatch):
 def test_weights_that_zero_3_would_cut_have_to_fit_before_it_does(text, monkeypatch):
     words = ["--data", text, "--zero", "3", "--precision", "bf16-master", "--global-batch", "64", "--micro-batch", "1"]
     config = Config(**parse(words))
-    sizes = train.dataclasses.replace(train.PRESETS[config.preset], vocab_size=256)
+    sizes = dataclasses.replace(train.PRESETS[config.preset], vocab_size=256)
     held, whole = sum(checks.least_bytes(config, sizes, 64).values()), 2 * checks.most_parameters(config, sizes, 64)
     assert held < whole / 4
     monkeypatch.setattr(checks, "memory_of_a_rank", lambda device: int(0.99 * whole))

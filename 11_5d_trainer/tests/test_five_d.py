@@ -283,10 +283,8 @@ def count_bytes(layout, dtype):
 
 
 BYTES = [Layout(1), Layout(4, cp=2, tp=2, ep=2), Layout(4, pp=2, tp=2, experts=0), Layout(3, pp=3), Layout(3, cp=3)]
-
-
-BYTES = [pytest.param(layout, torch.float64, id=f"float64-{name_of(layout)}") for layout in BYTES]
-BYTES += [pytest.param(Layout(4, cp=2, tp=2, ep=2), torch.bfloat16, id="bfloat16-ranks4-cp2-tp2-ep2")]
+BYTES = [(layout, torch.float64) for layout in BYTES] + [(BYTES[1], torch.bfloat16)]
+BYTES = [pytest.param(layout, dtype, id=f"{str(dtype)[6:]}-{name_of(layout)}") for layout, dtype in BYTES]
 
 
 @pytest.mark.always(
