@@ -330,6 +330,14 @@ def test_gradients_belong_to_the_returned_loss_even_if_a_rank_has_no_valid_token
         assert unchanged, f"rank {rank}: a reduction changes gradients, and never parameters"
 
 
+def test_every_sequence_is_another_one_and_the_label_of_a_token_is_the_token_after_it():
+    deep = zip(*(pair for part in gradient_reducers.make_batch(1, 3) for pair in part), strict=True)
+    for tokens, labels in (get_batch(1, 3), [torch.stack(tensors) for tensors in deep]):
+        valid = labels[..., :-1] != IGNORE_INDEX
+        assert torch.equal(labels[..., :-1][valid], tokens[..., 1:][valid])
+        assert len(tokens.flatten(0, -2).unique(dim=0)) == 3 * 2 * 2
+
+
 def broadcast_in_a_group():
     rank = dist.get_rank()
     model = seeded_model(seed=rank)
@@ -585,11 +593,13 @@ def test_a_tied_parameter_is_sent_once_and_a_frozen_one_never():
 
 
 def check_of_wrong_runs():
-    """What the check says of parameters that are NaN on one rank, and of forms that send too much or too late."""
+    """What the check says of parameters that are NaN and of a loss that is too small, on one rank, and of forms that
+    send as they should, too late and too much; and how many messages it counts."""
+    real, rank = data_parallel.train_step, dist.get_rank()
 
     def nan_on_one_rank(model, group):
         broadcast_params(model, group)
-        next(model.parameters()).data[0, 0] = float("nan") if dist.get_rank() == 1 else 0.0
+        next(model.parameters()).data[0, 0] = float("nan") if rank == 1 else 0.0
 
     @contextlib.contextmanager
     def late(params, group):
@@ -603,22 +613,35 @@ def check_of_wrong_runs():
             yield
         for p in params:
             dist.all_reduce(p.grad.clone(), group=group)
-            p.grad = torch.cat([p.grad.flatten(), p.grad.flatten()])[: p.numel()].view_as(p)
+            p.grad = torch.cat([p.grad.flatten()] * (1 + rank))[: p.numel()].view_as(p)
 
-    said = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for form in (late, twice):
-            said[form.__name__] = data_parallel.check(form.__name__, form, dist.group.WORLD, torch.device("cpu"))
+    said, asked = {}, (dist.group.WORLD, torch.device("cpu"))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for name, form in {"naive": naive, "late": late, "twice": twice}.items():
+            said[name] = data_parallel.check(name, form, *asked)
         with patch.object(data_parallel, "broadcast_params", nan_on_one_rank):
-            said["nan"] = data_parallel.check("nan", FORMS["bucketed"], dist.group.WORLD, torch.device("cpu"))
-    return said
+            said["nan"] = data_parallel.check("nan", FORMS["bucketed"], *asked)
+        with patch.object(data_parallel, "train_step", lambda *given: real(*given) - rank):
+            said["small"] = data_parallel.check("small", FORMS["bucketed"], *asked)
+    return said, [int(line.split()[2]) for line in out.getvalue().splitlines()[:3]]
 
 
 def test_check_finds_nan_late_messages_and_too_many_bytes():
-    for said in run_ranks(2, check_of_wrong_runs, timeout=LIMIT):
+    for rank, (said, messages) in enumerate(run_ranks(3, check_of_wrong_runs, timeout=LIMIT)):
+        assert said["naive"] == [] and messages == ([2 * 2 * 14, 14, 3 + 14] if rank == 0 else [])
+        assert said["small"] == ["small: largest error 2.0e+00"]
         assert said["nan"] == ["nan: largest error nan"]
         assert said["late"] == ["late: no message is launched during the backward pass"]
-        assert said["twice"] == ["twice: 941,792 bytes sent", "twice: 470,880 bytes of gradients"]
+        assert said["twice"] == ["twice: 1,883,584 bytes sent", f"twice: {(1 + rank) * 235_440:,} bytes of gradients"]
+
+
+def test_the_script_cuts_buckets_by_its_option_and_one_failure_is_enough(capsys, monkeypatch):
+    monkeypatch.setattr(data_parallel, "init_distributed", lambda: torch.device("cpu"))
+    monkeypatch.setattr(sys, "argv", ["data_parallel.py", "--bucket-kib", "3"])
+    alone = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "destroy_process_group": lambda: None}
+    with patch.multiple(dist, **alone), patch.object(data_parallel, "check", side_effect=[["slow"], [], []]) as check:
+        assert data_parallel.main() == 1 and capsys.readouterr().out.splitlines()[-1] == "FAIL: slow"
+    assert check.call_args.args[1].keywords == {"bucket_bytes": 3 * 1024}
 
 
 @pytest.mark.parametrize("option", [["--bucket-kib", "0"], ["--bucket-kib", "nan"], ["--ring"]])

@@ -66,6 +66,8 @@ def reference_loss(w: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Tens
 def batch_of(step: int, dp: int, micro_batches: int) -> tuple[Tensor, Tensor]:
     """As the script's; in every third step the last rank has no label at all."""
     tokens, labels = get_batch(step, dp, micro_batches, "cpu")
+    valid = labels[..., :-1] != IGNORE_INDEX
+    assert torch.equal(labels[..., :-1][valid], tokens[..., 1:][valid]), "a label is the token after it"
     if step % 3 == 1 and dp > 1:
         labels[-1] = IGNORE_INDEX
     return tokens, labels
@@ -523,6 +525,21 @@ def test_nan_on_one_rank_fails_on_all(stage):
     for code, out in run_ranks(2, run_main_with_nan, stage):
         assert code == 1
         assert "PASS" not in out
+
+
+def run_main_with_a_stage_off() -> tuple[int, str]:
+    """Of stages 2 and 1 the first stores a byte more than expected, on rank 1."""
+    real = zero.expected_bytes
+    off = lambda stage, *of: (real(stage, *of)[0] - (stage == 2) * dist.get_rank(), real(stage, *of)[1])  # noqa: E731
+    with patch.multiple(zero, expected_bytes=off, STAGES={stage: STAGES[stage] for stage in "21"}):
+        return run_main()
+
+
+def test_a_stage_that_fails_on_one_rank_fails_the_script_on_all():
+    (code, out), other = run_ranks(2, run_main_with_a_stage_off)
+    assert (code, other[0]) == (1, 1) and out.splitlines()[-1] == "FAIL"
+    shown = [line.replace(", by formula", "").split()[-2:] for line in out.splitlines() if "formula" in line]
+    assert len(shown) == 4 and all(measured == formula for measured, formula in shown), out
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ ODD = LlamaConfig(vocab_size=100, hidden=48, layers=3, heads=6, kv_heads=3, inte
         (replace(TINY, tied=True), 19_616 - 64 * 32),
         (ODD, None),
         (replace(ODD, qkv_bias=True), None),
+        (replace(ODD, lora_rank=5, own_head_dim=10), None),
         (replace(ODD, qk_norm=True, own_head_dim=10), None),
     ],
 )
@@ -177,17 +178,6 @@ def test_hardware_flops_count_what_recomputation_does_again_and_model_flops_do_n
     assert flops.model == 3 * sum(accounting.forward_flops(ODD, 2, 9).values())
 
 
-def test_a_fused_kernel_is_recomputed_whole():
-    forward = accounting.forward_flops(ODD, 2, 9)
-    assert accounting.recomputed_flops(ODD, 2, 9, "selective", "fused") == forward["attention core"]
-
-
-def test_flops_of_a_large_model_are_about_six_per_parameter_and_token():
-    seq = 256  # short, so that attention is small
-    per_token = accounting.step_flops(LLAMA3_70B, 1, seq).model / seq
-    assert per_token == pytest.approx(6 * accounting.parameters(LLAMA3_70B), rel=0.02)
-
-
 # ------------------------------------------------------------------------------------------------ MFU and HFU
 
 
@@ -246,3 +236,4 @@ def test_the_demo_fails_when_a_formula_is_off(capsys, monkeypatch):
     assert accounting.main() == 1
     captured = capsys.readouterr()
     assert "PASS" not in captured.out and captured.err.startswith("FAIL  parameters: Llama-3 8B: expected 1, measured")
+    assert all("parameters:" in said or "bytes held:" in said for said in captured.err.split("; ")), "all else is right"

@@ -9,7 +9,7 @@ import step_peak
 import torch
 from accounting import activations, parameters
 from harness.meter import held_bytes, peak_memory, saved_activations
-from llama import LLAMA3_8B, MODES, LlamaConfig
+from llama import MODES, LlamaConfig
 from step_peak import PRECISIONS
 from training_step import train_step
 
@@ -36,7 +36,8 @@ def context_of(precision):
 
 
 @pytest.mark.always(
-    "fp32-none-config0-3-32-2", "bf16 weights-full-config0-3-32-2", "bf16 autocast-selective-config2-1-33-3"
+    *("fp32-none-config0-3-32-2", "bf16 weights-full-config0-3-32-2"),
+    *("bf16 weights-none-config2-1-33-3", "bf16 autocast-selective-config2-1-33-3"),
 )
 @pytest.mark.parametrize("config, batch, seq, micro_batches", SHAPES)
 @pytest.mark.parametrize("recompute", MODES)
@@ -82,18 +83,6 @@ def test_the_highest_moment_is_another_in_other_shapes():
     found = {step_peak.peak(c, B, S, M, p, m)[0] for c, B, S, M in SHAPES for p in PRECISIONS for m in MODES}
     assert found == {"end of forward", "loss", "last block"}
     assert step_peak.peak(MANY_WORDS, 1, 12)[0] == "head"  # fewer tokens than hidden numbers
-
-
-def test_full_recomputation_peaks_far_above_what_it_keeps():
-    kept = sum(step_peak.kept_for_backward(DEMO, 3, 32, "fp32", "full").values())
-    above = step_peak.peak(DEMO, 3, 32, 2, "fp32", "full")[1] - step_peak.held(DEMO, 3, 32, 2, "fp32")
-    assert above > 2.7 * kept
-
-
-def test_recomputation_under_autocast_holds_the_casts_of_all_weights_at_the_end_of_forward():
-    autocast, plain = (step_peak.peak(LLAMA3_8B, 1, 8192, 2, p, "full")[1] for p in ("bf16 autocast", "fp32"))
-    assert autocast > plain
-    assert 2 * LLAMA3_8B.layers * step_peak.block_matrices(LLAMA3_8B) == pytest.approx(13.96e9, rel=1e-3)
 
 
 def test_wrong_modes_are_named():

@@ -300,6 +300,10 @@ def test_the_formulas_give_the_papers_numbers():
     assert [bytes_sent("all_reduce_ring", 1, 4, 3, rank) // 4 for rank in range(3)] == [1, 2, 1]
     assert (cost("all_reduce_ring", 8), cost("all_reduce_tree", 8)) == ((14, 1.75), (6, 6))
     assert cost("all_reduce_tree", 5) == (6, 6), "5 ranks take as many rounds as 8"
+    for name in ("scatter", "all_gather", "reduce_scatter", "all_to_all", "broadcast_naive", "broadcast_tree"):
+        busiest = max(bytes_sent(name, 1000, 4, 8, rank) for rank in range(8))
+        assert cost({"scatter": "gather"}.get(name, name), 8)[1] * n == cost(name, 8)[1] * n == busiest, name
+        assert "broadcast" not in name or cost(name.replace("broadcast", "reduce"), 8) == cost(name, 8)
     alpha, beta = 1e-5, 1e-10
     small, large = ({name: collectives.seconds(name, n, 8, alpha, beta) for name in ALL_REDUCES} for n in (100, 1e9))
     assert min(small, key=small.get) == "all_reduce_tree"

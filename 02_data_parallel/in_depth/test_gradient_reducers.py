@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -31,6 +32,7 @@ from gradient_reducers import (
     cut_into_buckets,
     global_valid_tokens,
     make_batch,
+    make_reducer,
     parse_arguments,
     train_step,
 )
@@ -510,9 +512,9 @@ def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced():
             assert_same_named(got, want, what=f"{version}, gradient of", rank=rank)
 
 
-def buckets_of(sizes: list[tuple[int, torch.dtype]], bucket_bytes: int) -> tuple[list[list[int]], list[bool]]:
+def buckets_of(sizes: list[tuple[int, torch.dtype]], size: int, first: int | None = None) -> tuple[list, list[bool]]:
     parameters = [nn.Parameter(torch.ones(n, dtype=dtype)) for n, dtype in sizes]
-    reducer = BucketedReducer(parameters, dist.group.WORLD, bucket_bytes=bucket_bytes)
+    reducer = BucketedReducer(parameters, dist.group.WORLD, bucket_bytes=size, first_bytes=first)
     position = {p: i for i, p in enumerate(parameters)}
     flat_is_whole = [
         f.numel() == sum(p.numel() for p in b) for f, b in zip(reducer.flats, reducer.buckets, strict=True)
@@ -542,10 +544,18 @@ def test_each_dtype_has_its_own_buckets_in_the_order_backward_completes_them():
         assert buckets == [[4, 3], [1], [2, 0]]  # bucket [2, 0] was begun before [1], but is complete after it
 
 
+def test_the_script_cuts_buckets_of_the_size_that_it_is_given():
+    with patch("gradient_reducers.BucketedReducer") as made:
+        make_reducer(Namespace(version="bucketed", bucket_kib=3), decoder(), None)
+    assert made.call_args.kwargs == {"bucket_bytes": 3 * 1024}
+
+
 def test_the_first_bucket_may_be_smaller_than_the_others():
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(6)]
     assert [len(bucket) for bucket in cut_into_buckets(parameters, 32)] == [2, 2, 2]
     assert [len(bucket) for bucket in cut_into_buckets(parameters, 32, first_bytes=16)] == [1, 2, 2, 1]
+    [(buckets, _)] = run_ranks(1, buckets_of, [(4, torch.float32)] * 6, 32, 16, timeout=LIMIT)
+    assert buckets == [[5], [4, 3], [2, 1], [0]]
 
 
 def rebuilt_buckets(idle: int | None) -> tuple[list, list, list]:
@@ -634,7 +644,7 @@ def unused_main_grads() -> list:
                 model(data_of(rank), first).backward()
         model(data_of(rank), last).backward()
         reducer.finish()
-    return [model.nobody.weight.main_grad, model.branches[0].weight.main_grad.double()]
+    return [model.nobody.weight.main_grad, model.branches[0].weight.main_grad]
 
 
 def test_main_grads_of_parameters_that_a_rank_did_not_use_hold_no_leftovers():
@@ -642,7 +652,7 @@ def test_main_grads_of_parameters_that_a_rank_did_not_use_hold_no_leftovers():
     for rank, used in itertools.product(range(2), range(2)):
         model(data_of(rank), [used]).backward()
     for rank, (nobody, branch) in enumerate(run_ranks(2, unused_main_grads, timeout=LIMIT)):
-        assert nobody is None
+        assert nobody is None and branch.dtype == torch.float32
         assert_same(branch, model.branches[0].weight.grad, tol=1e-6, what="a branch of one rank", rank=rank)
 
 

@@ -453,6 +453,11 @@ def uses_outside() -> list[str]:
     weight = asked.layers[0].up.weight
     assert tuple(weight.shape) == (92, 23) and weight.requires_grad and isinstance(weight, Dropped)
     assert weight.grad is None
+    mixed = Outside()  # a unit of two dtypes
+    mixed.layers[0].bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    dtypes = {name: p.dtype for name, p in mixed.named_parameters()}
+    held = zero3(mixed, sgd(mixed), dist.group.WORLD).full_weights()
+    assert dtypes == {name: weight.dtype for name, weight in held.items()}
     uses = [lambda: outside(torch.ones(2, 4)), asked.layers[1].down.weight.sum]
     uses.append(lambda: loss_without_an_mlp(parts, *whole_batch(0, 1), 0))
     return [error_from(RuntimeError, use) for use in uses]

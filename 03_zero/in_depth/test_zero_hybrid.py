@@ -96,6 +96,7 @@ def test_rows_and_columns_of_the_grid_cover_all_ranks_and_meet_in_one():
     rows, columns = grid(12, 4)
     assert rows == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert columns == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    assert bytes_across(2, 4, 1000, micro_batches=3) == 3 * 2 * (1000 / 2) * 3 / 4
     for shards in (0, -2, 5):
         with pytest.raises(ValueError, match=f"{shards} shards do not divide 12 ranks"):
             grid(12, shards)
