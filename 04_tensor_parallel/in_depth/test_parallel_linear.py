@@ -444,7 +444,7 @@ def run_demo(*argv: str) -> list[str]:
     module, found, here = importlib.import_module(argv[0]), [], (dist.group.WORLD, torch.device("cpu"))
     launched = mock.patch.object(module, "launch", lambda demo: found.extend(demo(*here)))
     ranks = mock.patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size()))
-    with launched, ranks, mock.patch.object(sys, "argv", argv):
+    with launched, ranks, mock.patch.object(sys, "argv", list(argv)):
         module.main()
     report = module.Report(dist.group.WORLD)
     report.errors = [0.0, float("nan") if report.rank == 1 else 0.0]
