@@ -1,6 +1,5 @@
 """The core file's ring against one process, against the ring in depth, and against its formulas."""
 
-import contextlib
 import random
 import sys
 import time
@@ -13,6 +12,7 @@ import ring_attention as script
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import ulysses
 from harness.attention import attention_results, dense_attention, random_qkv
 from harness.meter import communication, peak_memory, saved_activations
 from harness.programs import error_from, refusal
@@ -167,6 +167,7 @@ def both_rings(dtype: torch.dtype, scale: float = 1.0) -> list:
     for layout in LAYOUTS:
         where = script.token_positions(layout, 48, group.rank(), group.size())
         mine = [scale * x[:, where].to(dtype) for x in random_qkv(HEADS, 48, 8)]
+        assert ring_attention(layout, group, "simple")(*mine[:3]).dtype == dtype
         with torch.autocast("cpu", torch.bfloat16):  # which rounds no product: all are in fp32 or better
             ours = attention_results(ring_attention(layout, group), *mine)
         deep = context_ring.ring_attention(group, layout)
@@ -372,28 +373,27 @@ def test_hidden_blocks_are_sent_on_without_computation():
 
 
 def checked(spoil: str) -> list[str]:
-    patches = contextlib.ExitStack()
-    if spoil == "nan":
-        patches.enter_context(
-            patch.object(script, "merge_attention", lambda out, lse, *block: (block[0] * torch.nan, lse))
-        )
-    if spoil == "bytes":
-        plain = script.RingComm.start_send_recv
-
-        def more(ring, send, recv, shift=1):
-            ring.bytes_sent += 8
-            return plain(ring, send, recv, shift)
-
-        patches.enter_context(patch.object(script.RingComm, "start_send_recv", more))
-    with patches:
+    plain = script.expected_bytes
+    name, spoiled = {
+        "": ("expected_bytes", plain),
+        "nan": ("merge_attention", lambda out, lse, *block: (block[0] * torch.nan, lse)),
+        "bytes": ("expected_bytes", lambda form, *sizes: (plain(form, *sizes)[0] + (form == "simple"), 8)),
+    }[spoil]
+    with patch.object(script, name, spoiled):
         return [x for form, layout in VERSIONS for x in script.check(form, layout, 31, dist.group.WORLD, CPU)]
 
 
-@pytest.mark.prove
-def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes():
-    assert run_ranks(2, checked, "")[0] == []
-    assert any("error nan" in line for line in run_ranks(2, checked, "nan")[0])
-    assert len(run_ranks(2, checked, "bytes")[1]) == 6  # three forms on two ranks
+@pytest.mark.parametrize(("spoil", "failures"), [("", 0), ("nan", 6), ("bytes", 6)])
+def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes(spoil, failures):
+    for found in run_ranks(2, checked, spoil):  # three forms on two ranks
+        assert len(found) == failures and all("error nan" in line or spoil != "nan" for line in found), found
+
+
+@pytest.mark.parametrize("core", [script, ulysses], ids=lambda core: core.__name__)
+def test_bfloat16_tells_positions_1000_and_1001_apart_and_the_longest_batch_has_text(core):
+    x, positions = torch.ones(1, 2, 1, 8), torch.tensor([1000, 1001])
+    assert_same(core.apply_rotary(x.bfloat16(), positions), core.apply_rotary(x, positions), 1e-2, "RoPE in bf16")
+    assert core.get_batch(2, 16384, CPU).shape == (core.BATCH, 16384)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The core file's Ulysses against one process, against the depth, and against its formulas."""
 
-import contextlib
 import os
 import random
 import subprocess
@@ -215,28 +214,21 @@ def test_bytes_match_the_formulas(heads, P):
 
 
 def checked(spoil: str) -> list[str]:
-    spoiled: contextlib.AbstractContextManager = contextlib.nullcontext()
-    if spoil == "nan":
-        plain = script.causal_attention
-        nan = lambda *x: plain(*x) * (torch.nan if x[0].shape[2] < 6 else 1)  # noqa: E731
-        spoiled = patch.object(script, "causal_attention", nan)
-    if spoil == "bytes":
-        plain_all = script.AllToAllComm.all_to_all
-
-        def more(comm, *args):
-            comm.bytes_sent += 8
-            return plain_all(comm, *args)
-
-        spoiled = patch.object(script.AllToAllComm, "all_to_all", more)
-    with spoiled:
+    plain, attention = script.expected_bytes, script.causal_attention
+    name, spoiled = {
+        "": ("expected_bytes", plain),
+        "nan": ("causal_attention", lambda *x: attention(*x) * (torch.nan if x[0].shape[2] < 6 else 1)),
+        "sent": ("expected_bytes", lambda *sizes: (plain(*sizes)[0] + 8, plain(*sizes)[1])),
+        "saved": ("expected_bytes", lambda *sizes: (plain(*sizes)[0], plain(*sizes)[1] + 8)),
+    }[spoil]
+    with patch.object(script, name, spoiled):
         return script.check(31, dist.group.WORLD, CPU)
 
 
-@pytest.mark.prove
-def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes():
-    assert run_ranks(2, checked, "")[0] == []
-    assert any("error nan" in line for line in run_ranks(2, checked, "nan")[0])
-    assert len(run_ranks(2, checked, "bytes")[1]) == 2
+@pytest.mark.parametrize("spoil", ["", "nan", "sent", "saved"])
+def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes(spoil):
+    for found in run_ranks(2, checked, spoil):
+        assert len(found) == 2 * bool(spoil) and all("error nan" in line or spoil != "nan" for line in found), found
 
 
 STAND_IN = ROOT / "tests/fake_device"
@@ -271,7 +263,9 @@ def test_saved_bytes_are_checked_on_cpus_only(gpus):
         (["--seq-len", "nan"], 1, "--seq-len"),
         ([], 7, "--nproc_per_node 7: use 6 or less"),
         (["--kv", "2"], 2, "--kv"),
+        (["--seq-len", "16384"], 6, "allowed"),
     ],
 )
-def test_bad_options_are_refused_in_one_line(argv, ranks, named):
+def test_bad_options_are_refused_in_one_line(argv, ranks, named, monkeypatch):
+    monkeypatch.setattr(script, "init_distributed", lambda: script.fail("allowed"))
     assert named in refusal(script.main, argv, ranks)

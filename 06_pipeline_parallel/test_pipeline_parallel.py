@@ -5,6 +5,7 @@ import io
 import math
 import os
 import random
+import re
 import sys
 import time
 from functools import cache, partial
@@ -135,11 +136,11 @@ def test_two_slices_of_the_world_train_two_models():
     assert_match_reference("1f1b", [(3, 1)], ranks[::2])
 
 
-@pytest.mark.prove
 def test_every_layer_is_in_one_stage_and_stages_differ_by_one_block_at_most():
     for num_blocks in range(1, 12):
+        model = build_model(num_blocks)
         for p in range(1, num_blocks + 1):
-            stages = [list(build_stage(build_model(num_blocks), s, p)._modules) for s in range(p)]
+            stages = [list(build_stage(model, s, p)._modules) for s in range(p)]
             assert [name for names in stages for name in names] == [str(i) for i in range(num_blocks + 2)]
             sizes = [len(names) - (s == 0) - (s == p - 1) for s, names in enumerate(stages)]
             assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1, (num_blocks, p, sizes)
@@ -580,8 +581,8 @@ def test_the_script_passes_and_every_option_changes_what_it_prints(p):
     assert [said for one in ends[1:] for _, *said in one] == [["", ""]] * (2 * (p - 1))
 
 
-def run_main_with_nan():
-    """One parameter of one block is NaN."""
+def run_main_with(fault):
+    """One parameter of one block is NaN, the formulas give something else, or rank 1 is not blocked."""
     plain = pipe.build_model
 
     def build_with_nan(num_blocks):
@@ -589,14 +590,18 @@ def run_main_with_nan():
         model[1].up_proj.weight.data[0, 0] = math.nan
         return model
 
-    with patch.multiple(pipe, build_model=build_with_nan, find_deadlock=lambda group: "blocked"):
+    faults = {"find_deadlock": lambda group: "" if fault == "no deadlock" and dist.get_rank() else "blocked"}
+    faults |= {"build_model": build_with_nan} if fault == "error nan" else {}
+    faults |= {"expected_numbers": lambda *sizes: (9, [], [])} if fault == "idle time" else {}
+    with patch.multiple(pipe, **faults):
         return run_main("--schedule", "1f1b")
 
 
-def test_nan_fails():
-    for code, out, _ in run_ranks(2, run_main_with_nan, timeout=10):
+@pytest.mark.parametrize("fault", ["error nan", "idle time", "no deadlock"], ids=["nan", "formula", "deadlock"])
+def test_nan_another_number_than_the_formula_and_no_deadlock_fail(fault):
+    for code, out, _ in run_ranks(2, run_main_with, fault, timeout=10):
         assert code == 1 and "PASS" not in out
-        assert not out or "FAIL: 1f1b: error nan" in out
+        assert not out or re.search(f"FAIL: 1f1b.*: {fault}", out), out
 
 
 @pytest.mark.parametrize(
@@ -605,15 +610,17 @@ def test_nan_fails():
         (["--schedule", "zb"], ["--schedule", "zb"]),
         (["--schedule", ""], ["--schedule", "''"]),
         (["--micro-batches", "0"], ["--micro-batches 0", "1 to 64"]),
-        (["--micro-batches", "100000"], ["--micro-batches 100000", "1 to 64"]),
+        (["--micro-batches", "65"], ["--micro-batches 65", "1 to 64"]),
         (["--micro-batches", "nan"], ["--micro-batches", "nan"]),
         (["--layers", "3"], ["--layers 3", "4 rank(s)", "4 to 64"]),
-        (["--layers", "-1"], ["--layers -1"]),
+        (["--layers", "65"], ["--layers 65", "4 to 64"]),
+        (["--layers", "64", "--micro-batches", "64"], ["allowed"]),
         (["--layer", "6"], ["--layer 6"]),
         (["7"], ["7"]),
     ],
 )
-def test_a_bad_option_is_one_line_and_exit_code_2_before_any_process_group(options, words):
+def test_a_bad_option_is_one_line_and_exit_code_2_before_any_process_group(options, words, monkeypatch):
+    monkeypatch.setattr(pipe, "init_distributed", lambda: pipe.fail("allowed"))
     said = refusal(pipe.main, options, world_size=4)
     assert all(word in said for word in words), said
 

@@ -319,6 +319,14 @@ def test_inside_a_node_the_time_is_that_of_four_ring_all_reduces():
     assert block_time(LLAMA_70B, 8192, 8192, 1, CLUSTER, "many")[1] == 0
 
 
+def test_the_table_adds_what_the_formula_gives(capsys):
+    overlap.print_cost_table(CLUSTER, 8192)
+    for line in capsys.readouterr().out.splitlines()[2:]:
+        t, compute, *cells = map(float, line.split()[:6])
+        one, many = (1e3 * block_time(LLAMA_70B, 8192, 8192, int(t), CLUSTER, rings)[1] for rings in ("one", "many"))
+        assert cells == pytest.approx([one, compute + one, many, compute + many], abs=0.02)
+
+
 def test_no_ring_is_faster_than_the_links_inside_a_node_however_many_nics_there_are():
     inside, across = block_time(LLAMA_70B, 8192, 8192, 8, CLUSTER, "many")[1], {}
     for nic in (10e9, 50e9, 200e9, 2000e9):  # 8 of them: 80, 400, 1600 and 16,000 GB/s, beside 450 of NVLink

@@ -253,7 +253,7 @@ def kept_in_all_layouts(p: float, dtype: torch.dtype) -> list[tuple[str, int, in
     return [(where.format(*layout), *kept(*layout[:2], p, dtype, layout[2])[:2]) for layout in layouts]
 
 
-@pytest.mark.always("0.1-fp32")
+@pytest.mark.always("0.1-fp32", "0.0-bf16")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_bytes_kept_for_backward_are_those_of_the_formula(p, dtype):
@@ -334,7 +334,6 @@ def own_attention() -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
     return seen, *(block(x, COS, SIN).detach() for block in blocks)
 
 
-@pytest.mark.prove
 def test_attention_is_an_argument_and_sees_the_heads_of_its_rank_with_key_value_heads_not_expanded():
     for seen, got, want in run_ranks(4, own_attention):
         assert seen == [(B, S, 2, 4), (B, S, 1, 4)]
@@ -362,15 +361,6 @@ def test_dropout_does_not_take_the_place_of_another_attention_which_may_speak_to
     assert calls == 2, "in training and in evaluation"
 
 
-def test_the_reference_agrees_with_pytorchs_attention():
-    w = block_weights(SMALL, numbers(1))
-    q = numbers(B, S, 8, 4)
-    k, v = numbers(B, S, 8, 4, seed=1), numbers(B, S, 8, 4, seed=2)
-    want = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True).transpose(1, 2)
-    assert_same(attention(q, k, v, causal=True), want)
-    assert reference_block(numbers(B, S, 32), w, SMALL, COS, SIN).shape == (B, S, 32)
-
-
 @pytest.mark.parametrize(
     ("change", "ranks", "sequence", "words"),
     [
@@ -378,6 +368,7 @@ def test_the_reference_agrees_with_pytorchs_attention():
         ({"heads": 12, "hidden": 48, "kv_heads": 4}, 6, 0, "kv-heads 4 and 6 ranks"),
         ({"intermediate": 26}, 4, 0, "do not divide intermediate size 26; use 1, 2, 13, 26 ranks"),
         ({"hidden": 36}, 2, 0, "hidden 36"),
+        ({"own_head_dim": 5}, 2, 0, "hidden 32 is no even number"),
         ({"kv_heads": 3}, 2, 0, "kv-heads 3 do not divide 8 heads; use 1, 2, 4, 8"),
         ({}, 4, 10, "do not divide sequence 10; use 1, 2, 5, 10 ranks, or a multiple of 4"),
     ],
@@ -386,6 +377,7 @@ def test_sizes_that_cannot_be_divided_are_named_with_what_would_do(change, ranks
     with pytest.raises(ValueError) as error:
         check_sizes(replace(SMALL, **change), ranks, sequence)
     assert words in str(error.value) and "\n" not in str(error.value)
+    check_sizes(replace(SMALL, hidden=36, own_head_dim=4), 2)
 
 
 @pytest.mark.parametrize(

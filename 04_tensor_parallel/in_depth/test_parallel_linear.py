@@ -1,6 +1,9 @@
 """The matrix identities, their operators and the MLP made of them, against one device."""
 
+import importlib
 import itertools
+import os
+import sys
 import weakref
 from unittest import mock
 
@@ -97,12 +100,13 @@ def test_all_reduce_returns_the_sum_of_a_tensor_with_gaps_and_leaves_its_input_a
         assert_same(scattered, want.chunk(2, 1)[rank], what="the scattered sum", rank=rank)
 
 
-def uneven_sequence() -> str:
-    return error_from(ValueError, reduce_scatter, numbers(B, 7, H), dist.group.WORLD)
+def uneven_sizes() -> list[str]:
+    sequence = error_from(ValueError, reduce_scatter, numbers(B, 7, H), dist.group.WORLD)
+    return [sequence, error_from(ValueError, ParallelMLP, H, 7, TensorParallel(dist.group.WORLD))]
 
 
-def test_a_sequence_that_does_not_divide_is_refused_with_what_would():
-    assert run_ranks(2, uneven_sequence)[0].endswith("use a multiple of 2")
+def test_a_size_that_does_not_divide_is_refused_with_what_would():
+    assert all(said.endswith("a multiple of 2") for said in run_ranks(2, uneven_sizes)[0])
 
 
 # ----------------------------------------------------------------------------------------------------- the MLP
@@ -286,28 +290,6 @@ def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing():
         assert found[-2][0] == ""
 
 
-def seams() -> tuple[int, Tensor, Tensor]:
-    calls = []
-
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
-        calls.append(weight.shape)
-        return F.linear(x, weight)
-
-    results = []
-    for own in (linear, F.linear):
-        tp = TensorParallel(dist.group.WORLD, True)
-        mlp = ParallelMLP(H, F_, tp, own).double()
-        load_full_state_dict(mlp, full_weights())
-        results.append(mlp(piece(numbers(B, S, H), tp)).detach())
-    return len(calls), *results
-
-
-def test_a_linear_of_ones_own_is_used_for_every_product():
-    for count, got, want in run_ranks(2, seams):
-        assert count == 3
-        assert_same(got, want)
-
-
 def under_bf16() -> tuple[list[torch.dtype], float, float]:
     full = {name: value.float() for name, value in full_weights().items()}
     dtypes, errors = [], []
@@ -455,6 +437,34 @@ def test_a_column_s_bias_is_cut_with_it_and_nothing_is_sent_for_it():
 
 
 # ------------------------------------------------------------------------------------------------------- the script
+
+
+def run_demo(*argv: str) -> list[str]:
+    """What the demo of a script of this folder finds wrong; its report has to find the NaN of rank 1."""
+    module, found, here = importlib.import_module(argv[0]), [], (dist.group.WORLD, torch.device("cpu"))
+    launched = mock.patch.object(module, "launch", lambda demo: found.extend(demo(*here)))
+    ranks = mock.patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size()))
+    with launched, ranks, mock.patch.object(sys, "argv", list(argv)):
+        module.main()
+    report = module.Report(dist.group.WORLD)
+    report.errors = [0.0, float("nan") if report.rank == 1 else 0.0]
+    report.add_errors("error")
+    assert report.finish() == ["rank 1: error is nan, not <= 1e-10"]
+    return found
+
+
+DEMOS = [
+    "parallel_linear --column simple --sequence 12",
+    "parallel_block --dropout 0.1 --kv-heads 1 --sequence 8",
+    "parallel_llama --recompute --vocab 13 --sequence 8 --layers 1",
+    "overlap --sequence 8",
+    "domino --sequence 8 --layers 1",
+]
+
+
+@pytest.mark.parametrize("demo", DEMOS)
+def test_a_demo_finds_nothing_wrong_and_a_nan_of_any_rank_is_reported(demo):
+    assert run_ranks(2, run_demo, *demo.split()) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,10 @@ def compare_with_reference(config: Config, w: dict[str, Tensor], p: float, tp: T
 def all_layouts(config: Config, w: dict[str, Tensor]) -> None:
     for p in (0.0, 0.2):
         for sequence in (False, True):
-            compare_with_reference(config, w, p, TensorParallel(dist.group.WORLD, sequence))
+            tp = TensorParallel(dist.group.WORLD, sequence)
+            compare_with_reference(config, w, p, tp)
+            models = (ParallelLlama(config, tp, p=each).double().eval() for each in (p, 0.0))
+            assert torch.equal(*(model(batch(0, config.vocab_size)[0]) for model in models)), "no dropout in evaluation"
 
 
 @pytest.mark.always("2")
@@ -142,10 +145,14 @@ def steps_of_variant(config: Config, weights: dict[str, Tensor]) -> list[tuple]:
         first = full_state_dict(model, model.tp.group)
         load_full_state_dict(model, weights)
         found.append((first, *step_of(model), squared_gradient_norm(model, model.tp.group).item()))
+        model.zero_grad()  # as if all were frozen
+        assert squared_gradient_norm(model, model.tp.group) == 0
+        some = {"model.norm.weight": model.model.norm.weight}
+        assert full_state_dict(model, model.tp.group, some).keys() == some.keys()
     return found
 
 
-LATER = {"qk_norm": True, "own_head_dim": 6, "rope_scaling": (8.0, 1.0, 4.0, 64)}  # Llama 3.1, Qwen3, and adapters
+LATER = {"qk_norm": True, "own_head_dim": 6, "rope_scaling": (8.0, 1.0, 4.0, 256)}  # Llama 3.1, Qwen3, and adapters
 VARIANTS = {"untied": {}, "tied": {"tied": True}, "later": LATER | {"lora_rank": 2, "lora_scale": 1.5}}
 
 
@@ -470,6 +477,7 @@ class Operators(TorchDispatchMode):
 
 def test_on_a_gpu_the_device_checks_words_and_the_host_does_not_wait_for_it():
     """A fake tensor has no values: whoever asks for one, to decide what to do next, gets an exception."""
+    check_words("token", torch.zeros(2, dtype=torch.long, device="meta"), 13)
     with FakeTensorMode(), Operators() as seen:
         ids = torch.zeros(2, 3, dtype=torch.long, device="cuda")
         check_words("token", ids, 13)

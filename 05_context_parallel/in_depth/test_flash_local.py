@@ -170,6 +170,13 @@ def test_what_the_gpu_kernels_are_given_fits_their_signatures():
 # ------------------------------------------------------------------------------------------------------ the script
 
 
+def test_the_demo_finds_nothing_wrong_but_a_nan(monkeypatch):
+    args = SimpleNamespace(tokens=20, tile=6, dtype="float64")
+    assert script.demo(args, torch.device("cpu")) == []
+    monkeypatch.setattr(script, "off", lambda got, want: torch.nan)
+    assert len(script.demo(args, torch.device("cpu"))) == 6  # three kernels, causal or not
+
+
 def test_tiles_of_no_tokens_are_refused():
     with pytest.raises(ValueError, match="tiles of 0 tokens"):
         tiled(0)

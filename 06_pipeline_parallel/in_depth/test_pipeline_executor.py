@@ -127,7 +127,8 @@ def train_beside_the_reference(schedule, group, *, tied=True, steps=1, wrap=None
         theirs = [{name: step[name] for name in mine.weights} for step in want.gradients]
         assert_same_trace(mine, Trace(want.losses, theirs, {n: want.weights[n] for n in mine.weights}), rank=rank)
     assert pipeline.peak == simulate(schedule).peak_activations[rank], (schedule.name, m, pipeline.peak)
-    assert not (pipeline.held or pipeline.mail.here or pipeline.mail.coming), "a step must leave nothing behind"
+    mail = pipeline.mail
+    assert not (pipeline.held or mail.here or mail.coming or any(mail.going.values())), "a step leaves nothing behind"
     return pipeline
 
 
@@ -318,11 +319,13 @@ def copies_of_dualpipe():
     gradients = sum(p.grad.nbytes for module in stages.values() for p in module.parameters())
     assert sent.payload["send"] == gradients, "one message with the gradients of both stages"
     after = {s: [p.grad.clone() for p in stages[d, s].parameters()] for d, s in stages}
-    for p in parameters:
-        p.requires_grad_(False)
-    sum_mirrored(schedule, stages, group)
+    for trained in ("norm1", "nothing"):
+        for name, p in (named for module in stages.values() for named in module.named_parameters()):
+            p.requires_grad_(trained in name)
+        sum_mirrored(schedule, stages, group)
     for (_, s), module in stages.items():
-        assert all(torch.equal(p.grad, q) for p, q in zip(module.parameters(), after[s], strict=True)), "frozen"
+        for (name, p), q in zip(module.named_parameters(), after[s], strict=True):
+            assert torch.equal(p.grad, 2 * q if "norm1" in name else q), f"{name}: the others were frozen"
     return before, after
 
 
@@ -864,6 +867,7 @@ def test_ranks_that_expect_different_tensors_find_out_at_once(other):
     ("ranks", "options", "words"),
     [
         (4, "--layers 3", "--layers 3 is fewer than the 4 stages; use 4 or more"),
+        (2, "--schedule zb-v --layers 3", "--layers 3 is fewer than the 4 stages"),
         (3, "--schedule dualpipe", "--schedule dualpipe: dualpipe: 3 ranks"),
         (4, "--schedule dualpipe --micro-batches 6", "dualpipe: 6 micro-batches for 4 ranks; use"),
         (2, "--schedule zigzag", "--schedule zigzag"),
@@ -887,6 +891,7 @@ def test_layers_are_contiguous_all_there_and_never_differ_by_more_than_one():
                 assert sizes[0] == sizes[-1] == min(sizes), "the ends have the embedding and the head besides"
     with pytest.raises(ValueError, match="3 layers are fewer than 4 stages"):
         layers_of(0, 4, 3)
+    assert make_batch(2, 4096)[0].shape == (4096, 2, 16), "the most micro-batches have tokens"
 
 
 def demo_with_a_nan():

@@ -46,8 +46,10 @@ def test_the_text_names_every_action_in_order_and_at_its_time(entry):
     spots = []
     for rank, actions in enumerate(timeline.schedule.actions):
         line = lines[1 + rank].split("|")[1]
-        found = [(match.start(), match.group()) for match in re.finditer(r"(BW|F|B|W)\d+", line)]
-        assert [name for _, name in found] == [f"{a.kind}{a.micro_batch}" for a in actions]
+        found = [(match.start(), match.group()) for match in re.finditer(r"(BW|F|B|W)\d+'*", line)]
+        held = [stage for _, stage in timeline.schedule.stages_of(rank)]
+        want = [f"{a.kind}{a.micro_batch}" + "'" * held.index(a.stage) for a in actions]
+        assert [name for _, name in found] == want
         columns = [(column, a) for (column, _), a in zip(found, actions, strict=True)]
         spots += [(timeline.start[rank][i], column) for i, (column, a) in enumerate(columns) if not a.overlapped]
         assert lines[1 + rank].endswith(f"holds {timeline.peak_activations[rank]}")

@@ -177,13 +177,16 @@ def test_more_memory_never_makes_the_optimum_worse():
 
 
 @pytest.mark.prove
-def test_the_demo_passes_and_a_case_out_of_reach_is_one_line():
+def test_the_demo_passes():
     done = run_script(HERE / "schedule_search.py", "--ranks", "2")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")
+
+
+def test_a_case_out_of_reach_is_one_line():
     for given in (
         ["--ranks", "9"],
         ["--micro-batches", "7"],
-        ["--limit", "0"],
+        ["--limit", "0", "--ranks", "2"],
         ["--times", "1,2"],
         ["--times", "0,1,1"],
         ["--micro-batches", "3"],  # the grid of all cases would ignore it

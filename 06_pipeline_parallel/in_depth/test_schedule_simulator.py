@@ -160,6 +160,7 @@ FAULTS = {  # what is wrong: (schedule, what the message must say)
     "a circle": (by_hand("F0@0 BW0@0 F1@0 BW1@0", "F0@1 F1@1 BW0@1 BW1@1"), "rank 1 waits at F1@1 for F1@0"),
     "too few lists": (replace(GOOD, actions=GOOD.actions[:1]), "1 lists of actions for 2 ranks"),
     "a rank that does not exist": (replace(GOOD, placement=((0, 2),)), "placement[0]"),
+    "a stage that no rank holds": (replace(GOOD, placement=((0,),)), "placement[0]"),
     "a pair at the beginning": (by_hand("+F0@0 BW0@0"), "F0@0 overlaps with an action before it, but is the first"),
     "a pair of two forwards": (by_hand("F0@0 +F1@0 BW0@0 BW1@0"), "F1@0 overlaps with F0@0"),
     "a pair that begins with its backward": (by_hand("F0@0 BW0@0 +F1@0 BW1@0"), "F1@0 overlaps with BW0@0"),

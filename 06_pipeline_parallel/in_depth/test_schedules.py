@@ -198,6 +198,7 @@ def test_groups_of_micro_batches_pass_through_the_chunks_in_turn():
     assert schedules.order_of_chunks(4, 2, 2) == [0, 0, 1, 1, 0, 0, 1, 1]
     assert schedules.order_of_chunks(5, 2, 3) == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
     assert schedules.order_of_chunks(3, 3, 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert build("llama3", 3, 7, 2).actions == build("llama3", 3, 7, 2, in_flight=4).actions, "3 left is enough"
 
 
 def test_the_w_of_the_last_rank_waits_until_memory_is_full():
@@ -347,7 +348,7 @@ def test_the_demo_compares_every_schedule_with_its_formula_and_passes():
     assert [line.split()[0] for line in lines[1:-1]] == list(SCHEDULES)
     done = run("--schedule", "interleaved", "--stages-per-rank", "3", "--times", "2,3,1,1")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")
-    done = run("--ranks", "3", "--micro-batches", "7", "--times", "0.3,0.3,0.1")
+    done = run("--ranks", "3", "--micro-batches", "4", "--times", "0.3,0.3,0.1")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")
     assert "left out: dualpipe: 3 ranks; use an even number" in done.stdout
 
@@ -365,8 +366,9 @@ def test_in_the_table_auto_is_built_for_the_times_that_are_given(monkeypatch):
     assert schedules.arguments().schedules[-1] == build("auto", 4, 8, times=times) != build("auto", 4, 8)
 
 
-def test_a_simulation_that_misses_its_formula_ends_the_demo_with_1_and_the_numbers(monkeypatch, capsys):
-    monkeypatch.setattr(schedules, "published", lambda schedule, times: (123.0, None))
+@pytest.mark.parametrize("formula", [(123.0, None), (None, (9, 9, 9, 9))])
+def test_a_simulation_that_misses_its_formula_ends_the_demo_with_1_and_the_numbers(formula, monkeypatch, capsys):
+    monkeypatch.setattr(schedules, "published", lambda schedule, times: formula)
     monkeypatch.setattr(sys, "argv", ["schedules.py", "--schedule", "1f1b"])
     assert schedules.main() == 1
     assert "1f1b: simulated and published differ" in capsys.readouterr().out.splitlines()[-1]
@@ -385,6 +387,7 @@ def test_a_wrong_option_is_one_line_with_option_value_and_remedy():
         (["--times", "1,1"], "--times: '1,1': give three positive times"),
         (["--times", "1,1,1,nan"], "--times: '1,1,1,nan': give three positive times"),
         (["--times", "1,1,1,inf"], "--times: '1,1,1,inf': give three positive times"),
+        (["--times", "1,1,1,-1"], "--times: '1,1,1,-1': give three positive times"),
         (["--times", "nan,1,1"], "--times: 'nan,1,1': give three positive times"),
         (["--ranks", "100000"], "--ranks 100000: use 1 to 256"),
         (["--micro-batches", "0"], "--micro-batches 0: use 1 to 4096"),
