@@ -133,7 +133,7 @@ def train_in(name: str, ranks: list[int]) -> mp.Run | None:
 
 @cache
 def runs(name: str, ranks: tuple[int, ...]) -> list[mp.Run]:
-    return [run for run in run_ranks(max(ranks) + 1, train_in, name, list(ranks)) if run]
+    return [run for run in run_ranks(max(ranks) + 1, train_in, name, list(ranks), timeout=60) if run]
 
 
 @pytest.mark.always("ranks4")
@@ -271,7 +271,7 @@ def grads_that_are_checked() -> list[Tensor]:
 
 def test_infinities_are_looked_for_after_the_sum():
     """Two finite halves can have an infinite sum. Before the sum the ranks have different gradients."""
-    first, _, second = run_ranks(3, grads_that_are_checked)
+    first, _, second = run_ranks(3, grads_that_are_checked, timeout=20)
     assert len(first) == len(second) > 0
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

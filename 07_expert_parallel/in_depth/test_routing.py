@@ -183,7 +183,7 @@ def test_shares_of_the_losses_add_up_to_those_of_one_process_however_uneven_the_
     f = torch.stack([(route(logits, K).experts == e).sum() for e in range(E)]).double() * E / (K * len(logits))
     want = (f * s.mean(0)).sum() + 0.1 * logits.exp().sum(1).log().square().mean()
     want.backward()
-    results = run_ranks(4, losses_of_this_rank, sizes)[: len(sizes)]
+    results = run_ranks(4, losses_of_this_rank, sizes, timeout=20)[: len(sizes)]
     assert_same(sum(share for share, *_ in results), want.detach(), 1e-12, "loss")
     large = z_loss(logits.detach() + 1000, results[0][2], K)  # e^1000 is no float64
     assert_same(large, (logits.detach().logsumexp(1) + 1000).square().mean(), 1e-12, "z-loss of large logits")
@@ -216,7 +216,7 @@ def test_capacity_drops_second_choices_and_late_tokens_first(factor):
 def test_capacity_drops_the_same_choices_on_ranks_as_in_one_process(sizes):
     for factor in (0.5, 1.0):
         want = torch.tensor(in_queues(route(logits_of(37), 3).experts, factor))
-        got = run_ranks(4, kept_on_ranks, sizes, factor)[: len(sizes)]
+        got = run_ranks(4, kept_on_ranks, sizes, factor, timeout=20)[: len(sizes)]
         for rank, (kept, mine) in enumerate(zip(got, want.split(sizes), strict=True)):
             assert torch.equal(kept, mine), f"rank {rank}: {(kept != mine).sum()} choices differ"
 
