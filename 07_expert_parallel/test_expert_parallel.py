@@ -278,8 +278,10 @@ def test_an_expert_takes_rows_in_order_up_to_its_capacity():
             expected.append(e if room[e] >= 0 else E)
         got = expert_parallel.drop_tokens(experts, E, factor).flatten().tolist()
         assert got == expected, f"capacity factor {factor}, T = {T}, K = {top_k}"
-    dense = partial(moe_dense, numbers(7, HIDDEN), *layer_weights().values(), 2, 0.4)
-    assert torch.equal(dense()[0], dense(sizes=[7])[0]), "without sizes all tokens are of one rank"
+    layer = numbers(7, HIDDEN), *layer_weights().values(), 2
+    for sizes in (None, [7], [3, 4], [0, 1, 6]):  # without sizes all tokens are of one rank
+        expected, _ = slow_moe(*layer, sizes or [7], 0.4)
+        assert_same(moe_dense(*layer, 0.4, sizes=sizes)[0], expected, 1e-10, f"tokens of ranks: {sizes}")
 
 
 def router_gradients() -> dict[int, float]:
@@ -449,6 +451,9 @@ def test_recorded_gradients_are_copies():
     for name, weight in params.items():
         pointers = {grad[name].data_ptr() for grad in grads}
         assert len(pointers) == 3 and weight.grad.data_ptr() not in pointers, f"recorded gradients of {name}"
+    unlabelled = [(tokens, torch.full_like(labels, IGNORE_INDEX)) for tokens, labels in batches]
+    losses, *_ = expert_parallel.train(params, unlabelled, partial(moe_dense, top_k=1))
+    assert torch.stack(losses).isfinite().all(), "without a label only the load-balancing loss is left"
 
 
 @pytest.mark.always("4")
@@ -603,13 +608,17 @@ def test_pass_is_the_last_line_and_a_failure_is_exit_code_1(monkeypatch, capsys)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with patch.dict("os.environ"):
-        code, said = run_main("--top-k 3 --experts 6", monkeypatch, capsys)
+        code, said = run_main("--top-k 6 --experts 6 --capacity-factor 0.01", monkeypatch, capsys)  # room for one row
         assert code == 0 and said.splitlines()[-1] == "PASS"
-        assert "K = 3" in said and "K = 1" not in said and "e5" in said and "e6" not in said
-        monkeypatch.setattr(expert_parallel, "check", lambda *case: [f"{case[:2]} fails"])
-        for experts, top_k in ((1, 1), (3, 2)):
-            code, said = run_main(f"--experts {experts}", monkeypatch, capsys)
-            assert code == 1 and said == f"FAIL: (1, None) fails; ({top_k}, None) fails; (1, 1.0) fails\n"
+        assert "K = 6" in said and "K = 1" not in said and "e5" in said and "e6" not in said
+        assert f"rows dropped in three steps {3 * N_LAYERS * 6 * (3 * expert_parallel.SEQ_LEN - 1)}\n" in said
+        expert_parallel.print_table(torch.arange(8).view(2, 4))
+        assert capsys.readouterr().out.splitlines()[-1].split() == ["sum", "|", "4", "6", "|", "8", "10"]
+        monkeypatch.setattr(expert_parallel, "check", lambda *case: [f"{case[:2]}"])
+        three = {f"--experts {n}": f"(1, None); ({k}, None); (1, 1.0)" for n, k in ((1, 1), (3, 2))}
+        one = {"--capacity-factor 2": "(1, 2.0)", "--top-k 2": "(2, None)", "--top-k 2 --capacity-factor 1": "(2, 1.0)"}
+        for options, failures in (three | one).items():
+            assert run_main(options, monkeypatch, capsys) == (1, f"FAIL: {failures}\n")
 
 
 @pytest.mark.parametrize(

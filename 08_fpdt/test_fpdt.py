@@ -399,6 +399,10 @@ def test_bytes_on_the_device_on_the_host_copied_and_sent_match_the_formulas(cp, 
             n, m, D = script.N_HEADS // cp, script.N_KV_HEADS // cp, script.HEAD_DIM
             a_chunk = 96 * ((4 * n + 2 * m) * D + n) * b  # q, out, dout, dq; k, v; log-sum-exp
             assert host == num_chunks * a_chunk, f"{where}: {host:,} bytes on the host"
+        Q = 96 * n * D * b  # dout and dq are of one layer, all else of each
+        assert expected["stored on the host"] == num_chunks * (script.N_LAYERS * (a_chunk - 2 * Q) + 2 * Q)
+        shorter = (96 - cp) * num_chunks + 1  # the least that is padded to so many tokens
+        assert script.expected_bytes(shorter, cp, num_chunks, b) == expected, f"{num_chunks} chunks on {cp} ranks"
 
 
 def lifetimes() -> dict:
@@ -455,14 +459,22 @@ def check(broken: str) -> tuple[bool, str]:
             patch.setattr(script, "chunk_attention", lambda *args: [x * torch.nan for x in attention(*args)])
         if broken == "bytes" and dist.get_rank() == 1:
             patch.setattr(script, "expected_bytes", lambda *args: formula(*args) | {"sent": 0})
-        return script.check(2, 2, 101, dist.group.WORLD, CPU), printed.getvalue()
+        return script.check(2, 2, 21, dist.group.WORLD, CPU), printed.getvalue()
 
 
-@pytest.mark.prove
-def test_check_passes_at_any_length_and_fails_on_nan_and_on_wrong_bytes():
-    assert [passed for passed, _ in run_ranks(2, check, "")] == [True, True]
-    assert all(not passed and "error nan" in printed for passed, printed in run_ranks(2, check, "nan"))
-    assert all(not passed and printed for passed, printed in run_ranks(2, check, "bytes"))
+@pytest.mark.always("bytes-by formula")
+@pytest.mark.parametrize(("broken", "said"), [("", ""), ("nan", "error nan"), ("bytes", "by formula")])
+def test_check_passes_at_any_length_and_fails_on_nan_and_on_wrong_bytes(broken, said):
+    assert all(passed == (not broken) and said in printed for passed, printed in run_ranks(2, check, broken))
+
+
+@pytest.mark.parametrize("failing", [None, (1, 1), (7, 1), (7, 2)])
+def test_one_case_that_fails_fails_the_script(failing, monkeypatch, capsys):
+    seen: list[tuple] = []
+    monkeypatch.setattr(script, "check", lambda *case: seen.append(case[:2]) or case[:2] != failing)
+    monkeypatch.setattr(sys, "argv", ["fpdt.py", "--chunks", "7"])
+    assert script.main() == bool(failing) and seen == [(1, 1), (7, 1), (7, 2)]
+    assert capsys.readouterr().out == ("FAIL\n" if failing else "PASS\n")
 
 
 @pytest.mark.parametrize(

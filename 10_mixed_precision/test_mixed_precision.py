@@ -133,11 +133,11 @@ def train_in(name: str, ranks: list[int]) -> mp.Run | None:
 
 @cache
 def runs(name: str, ranks: tuple[int, ...]) -> list[mp.Run]:
-    return [run for run in run_ranks(max(ranks) + 1, train_in, name, list(ranks)) if run]
+    return [run for run in run_ranks(max(ranks) + 1, train_in, name, list(ranks), timeout=60) if run]
 
 
 @pytest.mark.always("ranks4")
-@pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 2, 3), (1, 3), (0, 1, 2)])
+@pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 2, 3), (1, 3), (0, 2, 3)])
 def test_three_steps_match_reference(ranks):
     for rank, run in enumerate(runs("fp64", ranks)):
         for what in HISTORY:
@@ -189,10 +189,13 @@ def test_bytes_stored_and_sent_match_the_formulas(name):
     num_params = reference().weights.shape[1]
     with communication() as wire:
         run = train(name, scale=2.0**32)
-    stored = {"fp32": 8, "fp16": 4, "bf16": 4}.get(name, 10)
+    for each, recipe in mp.RECIPES.items():
+        stored = {"fp32": 8, "fp16": 4, "bf16": 4}.get(each, 10)
+        extra = {"fp16-scaled": 4, "fp8-scaled": 960}.get(each, 0)
+        formula = stored * num_params, (2 if stored == 4 else 4) * num_params + extra
+        assert mp.expected_bytes(recipe, num_params) == formula, f"the script's formula of {each}"
+        assert each != name or (run.bytes_stored, run.bytes_sent) == formula
     extra = {"fp16-scaled": 4, "fp8-scaled": 960}.get(name, 0)
-    assert run.bytes_stored == stored * num_params
-    assert run.bytes_sent == (2 if stored == 4 else 4) * num_params + extra
     calls = len(list(build_model().parameters())) + extra // 4
     assert wire.calls["all_reduce"] == mp.STEPS * (calls + 1) + run.skipped * calls
     assert run.skipped == (name == "fp16-scaled")
@@ -218,6 +221,9 @@ def test_a_sum_in_fp32_does_not_stall_and_the_gradient_is_freed():
         [(total, left)] = run_ranks(1, add_up, dtype)
         assert total.dtype == dtype and total.tolist() == [expected] * 3
         assert left is None
+    assert mp.check_sums()
+    with patch.object(mp, "accumulate_grads", lambda params, main_grads: main_grads[0].fill_(4096)):
+        assert not mp.check_sums(), "no sum stalls"
 
 
 def one_rank_overflows(ranks: list[int], value: float) -> tuple | None:
@@ -252,17 +258,20 @@ def test_more_ranks_than_gradients_learn_of_an_overflow():
 
 
 def grads_that_are_checked() -> list[Tensor]:
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return []
     model, checked = build_model(torch.float16), []
     state = [p.detach().float() for p in model.parameters()]
-    batch = mp.get_batch(0, dist.group.WORLD, "cpu")
+    batch = mp.get_batch(0, group, "cpu")
     with patch.object(mp, "found_inf_on_any_rank", lambda grads, group: checked.extend(g.clone() for g in grads)):
-        mp.scaled_step(model, state, mp.LossScaler(2.0**30), batch, 0.0, dist.group.WORLD)
-    return checked + mp.master_step(model, state, batch, 0.0, dist.group.WORLD)[1]
+        mp.scaled_step(model, state, mp.LossScaler(2.0**30), batch, 0.0, group)
+    return checked + mp.master_step(model, state, batch, 0.0, group)[1]
 
 
 def test_infinities_are_looked_for_after_the_sum():
     """Two finite halves can have an infinite sum. Before the sum the ranks have different gradients."""
-    first, second = run_ranks(2, grads_that_are_checked)
+    first, _, second = run_ranks(3, grads_that_are_checked, timeout=20)
     assert len(first) == len(second) > 0
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -284,14 +293,6 @@ def test_the_loss_scale_follows_grad_scaler():
             ours.update(found_inf=True)
 
 
-@pytest.mark.prove
-def test_a_larger_scale_is_halved_until_it_fits_and_changes_nothing_else():
-    high, fits = (train("fp16-scaled", scale=scale) for scale in (2.0**36, 2.0**30))
-    assert high.skipped > 3 and fits.skipped == 0
-    assert mp.relative_error(high, fits) < 2e-3, "powers of two only move the exponent"
-
-
-@pytest.mark.prove
 def test_a_step_leaves_nothing_to_the_next_one_and_a_skipped_step_nothing_at_all():
     """The third step of a model equals the first one of a new model with the same weights."""
     group, lr = dist.group.WORLD, mp.LR * mp.REPLICAS
@@ -309,6 +310,7 @@ def test_a_step_leaves_nothing_to_the_next_one_and_a_skipped_step_nothing_at_all
         model, new = build_model(torch.float16), build_model(torch.float16)
         state = [p.detach().float() for p in model.parameters()]
         batches = [mp.get_batch(number, group, "cpu") for number in range(3)]
+        batches = [batch._replace(micro_batches=batch.micro_batches[:2]) for batch in batches]
         for batch in batches[:2]:
             step(model, state, batch, mp.LossScaler(2.0**30))
         dtypes = {p.dtype for p in model.parameters()}
@@ -363,6 +365,8 @@ def test_the_largest_value_is_scaled_to_the_largest_of_the_format():
         largest = torch.finfo(dtype).max
         values, scale = mp.quantize_scaled(torch.tensor([-7.0, 3.0, 0.0]), dtype, dist.group.WORLD)
         assert values.dtype == dtype and values[0].float() == -largest and scale == 7 / largest
+        values, scale = mp.quantize_unscaled(torch.tensor([1e9, -1e9]), dtype, dist.group.WORLD)
+        assert values.float().tolist() == [largest, -largest] and scale == 1, "without a scale: saturated, and no NaN"
         values, scale = mp.quantize_scaled(torch.zeros(3), dtype, dist.group.WORLD)
         assert scale == 1 and values.float().tolist() == [0, 0, 0]
         values, scale = mp.quantize_scaled(torch.zeros(0, 4), dtype, dist.group.WORLD)
@@ -380,6 +384,8 @@ def scale_of_rank() -> tuple[float, list]:
     group = groups[rank == 2]
     with communication() as wire:
         _, scale = mp.quantize_scaled(x, torch.float8_e4m3fn, group)
+        weight = torch.ones(2, 1, requires_grad=True)
+        mp.Fp8Linear.apply(x[:, None], weight, mp.quantize_scaled, group).sum().backward()
     return float(scale), wire.events
 
 
@@ -387,7 +393,7 @@ def test_ranks_share_the_largest_amax():
     for rank, (scale, events) in enumerate(run_ranks(4, scale_of_rank, timeout=10)):
         assert scale == pytest.approx((19 if rank == 2 else 10) / 448), f"rank {rank}: the scale is {scale}"
         once = [("all_reduce", 4, 1 if rank == 2 else 3)]
-        assert events == once, f"rank {rank}: one message of 4 bytes is enough, and it sent {events}"
+        assert events == 4 * once, f"rank {rank}: one message of 4 bytes for each tensor is enough, it sent {events}"
 
 
 def test_only_fp8_values_and_scales_are_saved_for_backward():

@@ -113,6 +113,7 @@ def on_ranks(version: str, group: dist.ProcessGroup | None, case: str, sizes: li
         routing = route(local["logits"], K)
         kept = within_capacity(routing.experts, E, capacity, group) if capacity else None
         plan = make_plan(version, routing.experts, kept, E, group)
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in (plan.rows, plan.to)), "more is kept alive"
         experts = partial(COMPUTES[compute], w1=local["w1"], w3=local["w3"], w2=local["w2"])
         y = DISPATCH[version](local["x"], routing.weights, plan, experts, group)
         y.backward(local["up"])

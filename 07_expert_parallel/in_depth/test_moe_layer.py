@@ -399,6 +399,8 @@ def test_under_autocast_tokens_travel_in_bf16_and_the_router_stays_in_float32():
         assert sent_half - counts == (sent - counts) / 2, f"rank {rank}"
         assert error_between(half, full) < 0.03 and half.dtype == torch.bfloat16
         assert gate == torch.float32 and dx.isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lively(MoE(SMALL, None, None), 4)(numbers(8, 16)).dtype == torch.float64, "autocast leaves it alone"
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -418,8 +420,10 @@ def test_a_linear_of_ones_own_multiplies_as_its_docstring_says_or_is_refused():
     for version, products in (("pairs", 3 * 4 + 3), ("fixed", 3)):
         called: list[int] = []
         parts = SimpleNamespace(linear=lambda x, w, called=called: called.append(1) or F.linear(x, w))
+        parts.swiglu = lambda gate, up, called=called: called.append(100) or F.silu(gate) * up
         lively(MoE(c, None, None, version=version, parts=parts), 4)(x)
-        assert len(called) == products, f"{version}: {len(called)} products"
+        gates = {"pairs": 4 + 1, "fixed": 2}[version]  # of each expert, or of all at once; and of the shared ones
+        assert sum(called) == products + 100 * gates, f"{version}: {called}"
     for compute in ("padded", "grouped"):
         MoE(c, None, None, compute=compute, parts=SimpleNamespace(linear=F.linear))
         with pytest.raises(ValueError, match=f"compute '{compute}' multiplies all experts at once.*use loop"):

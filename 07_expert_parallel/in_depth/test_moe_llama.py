@@ -39,6 +39,7 @@ from moe_llama import (
     full_state_dict,
     gather_experts,
     init_moe,
+    initial_weight,
     load_full_state_dict,
     loss_sum,
     reduce_gradients,
@@ -237,6 +238,11 @@ def two_slices() -> tuple[Trace, list]:
     return trace, [dist.get_process_group_ranks(g) for g in (experts, replicas)]
 
 
+def test_a_step_without_a_label_has_loss_0():
+    batch = [(tokens, torch.full_like(labels, -100)) for tokens, labels in batch_of(0, M, B, S)]
+    assert train_step(MoELlama(CONFIGS["softmax"], None, None), batch, None, None) == 0
+
+
 @pytest.mark.prove
 def test_two_slices_of_the_world_train_two_models_at_once():
     for rank, (trace, members) in enumerate(run_ranks(4, two_slices)):
@@ -310,6 +316,7 @@ def test_every_layout_starts_from_the_same_weights_and_gathers_to_the_same_names
     assert want["model.layers.1.block_sparse_moe.experts.3.w1.weight"].shape == (12, 16)
     experts = [want[f"model.layers.0.block_sparse_moe.experts.{e}.w1.weight"] for e in range(4)]
     assert all(not torch.equal(experts[0], other) for other in experts[1:]), "experts that start alike stay alike"
+    assert not torch.equal(*(initial_weight("w", (3, 4), 2, seed) for seed in (0, 1))), "two seeds"
     for rank, found in enumerate(run_ranks(4, states)):
         for state in found:
             assert_same_named(state, want, 0.0, "weight", rank)

@@ -288,6 +288,7 @@ def test_a_rank_without_any_row_answers_with_none():
 def test_a_second_derivative_is_refused():
     x, trip = numbers(2, H).requires_grad_(), Trip([2], [2], None, lambda event: None)
     for y in (Exchange.apply(x, [2], [2], None), Arrive.apply(Depart.apply(x, trip), trip)):
+        assert trip.under_way is None, "what has arrived is kept alive until backward"
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             dx.sum().backward()

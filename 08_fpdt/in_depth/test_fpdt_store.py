@@ -200,9 +200,13 @@ def test_events_are_handed_on_so_nobody_waits_twice():
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_too_little_host_memory_is_found_before_anything_starts():
+def test_too_little_host_memory_is_found_before_anything_starts(monkeypatch):
     with pytest.raises(ValueError, match="use fewer tokens"):
         check_host(10**18)
+    monkeypatch.setenv("HOST_MEMORY", "0.5")  # GiB
+    check_host(2**29)
+    with pytest.raises(ValueError, match="536,870,913 bytes and 536,870,912 are free"):
+        check_host(2**29 + 1)
 
 
 @pytest.mark.parametrize(

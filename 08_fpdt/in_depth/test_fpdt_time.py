@@ -159,7 +159,6 @@ def test_from_the_smallest_hidden_chunk_on_fetches_take_no_longer_than_their_pai
     assert smallest_hidden_chunk(LLAMA, h, "backward") > 4 * smallest_hidden_chunk(LLAMA, h)
 
 
-@pytest.mark.prove
 def test_the_recommended_chunk_is_within_1_percent_of_the_fastest_that_fits_and_both_sides_are_worse():
     for memory in (40e9, 4e9, 1e9):
         best, rows = recommend(LLAMA, Hardware(), memory)
@@ -193,7 +192,6 @@ def test_what_is_said_of_very_many_chunks_is_what_the_sums_say_to_2_percent():
         assert abs(rough / exact - 1) < 0.02, (way, link, rough, exact)
 
 
-@pytest.mark.prove
 def test_a_slower_or_a_shared_link_asks_for_larger_chunks_and_less_memory_for_smaller_ones():
     own, slow, shared = (recommend(LLAMA, h, 40e9)[0] for h in (Hardware(), Hardware(link=5e9), Hardware(sharing=8)))
     assert slow.c > own.c and shared.c > own.c

@@ -69,37 +69,33 @@ def test_one_row_and_one_column_are_a_tensor_too(name):
         assert error <= 1e-8, f"{sizes}: {error:.1e}"  # not 1e-10: the norm of a single number is nearly constant
 
 
-@pytest.mark.prove
 def test_rows_that_lie_apart_are_read_at_their_stride():
     wide, w = numbers(6, 3 * 37), 1 + 0.1 * numbers(37, seed=1)
     tables = inputs(1, 6, 1)["rope"][1]
-    for dtype in (torch.float64, torch.float32):
-        a, b, c = (x.to(DEVICE) for x in wide.to(dtype).chunk(3, dim=1))  # column slices: stride 111, 37 columns
-        assert not a.is_contiguous()
-        column = wide.to(dtype).T[:37].to(DEVICE)  # [37, 6], columns apart: stride (1, 111)
-        weight = w.to(DEVICE, dtype)
-        cases = {
-            "softmax": (softmax, softmax_reference, [b], []),
-            "softmax of columns": (softmax, softmax_reference, [column], []),
-            "rms_norm": (rms_norm, rms_norm_reference, [b, weight], [1e-5]),
-            "add_rms_norm": (add_rms_norm, REFERENCE["add_rms_norm"], [c, a, weight], [1e-5]),
-            "swiglu": (swiglu, swiglu_reference, [b, c], []),
-            "swiglu of one contiguous tensor": (swiglu, swiglu_reference, [b, c.contiguous()], []),
-        }
-        heads = numbers(2, 6, 5, 3 * 16, seed=2).to(
-            DEVICE, dtype
-        )  # [B, S, N, 3·D], as one product for q, k, v gives it
-        q, k = heads[..., :16], heads[..., 16:32]
-        moved = numbers(2, 5, 6, 16, seed=3).to(DEVICE, dtype).transpose(1, 2)  # [B, N, S, D] seen as [B, S, N, D]
-        for label, x in {"a slice": k, "a transpose": moved, "odd columns": q.mT.contiguous().mT}.items():
-            here = [t.to(DEVICE) for t in tables]
-            cases[f"rope of {label}"] = (rope, rope_reference, [x], here)
-        for label, (fused, reference, tensors, rest) in cases.items():
-            got, _ = outputs_and_gradients(fused, tensors, rest)
-            exact = [t.cpu() if isinstance(t, torch.Tensor) else t for t in rest]
-            want, _ = outputs_and_gradients(reference, [x.double().cpu() for x in tensors], exact)
-            theirs, _ = outputs_and_gradients(reference, tensors, rest)
-            assert worst(got, want) <= allowed(worst(theirs, want), dtype), label
+    a, b, c = (x.to(DEVICE) for x in wide.chunk(3, dim=1))  # column slices: stride 111, 37 columns
+    assert not a.is_contiguous()
+    column = wide.T[:37].to(DEVICE)  # [37, 6], columns apart: stride (1, 111)
+    weight = w.to(DEVICE)
+    cases = {
+        "softmax": (softmax, softmax_reference, [b], []),
+        "softmax of columns": (softmax, softmax_reference, [column], []),
+        "rms_norm": (rms_norm, rms_norm_reference, [b, weight], [1e-5]),
+        "add_rms_norm": (add_rms_norm, REFERENCE["add_rms_norm"], [c, a, weight], [1e-5]),
+        "swiglu": (swiglu, swiglu_reference, [b, c], []),
+        "swiglu of one contiguous tensor": (swiglu, swiglu_reference, [b, c.contiguous()], []),
+    }
+    heads = numbers(2, 6, 5, 3 * 16, seed=2).to(DEVICE)  # [B, S, N, 3·D], as one product for q, k, v gives it
+    q, k = heads[..., :16], heads[..., 16:32]
+    moved = numbers(2, 5, 6, 16, seed=3).to(DEVICE).transpose(1, 2)  # [B, N, S, D] seen as [B, S, N, D]
+    for label, x in {"a slice": k, "a transpose": moved, "odd columns": q.mT.contiguous().mT}.items():
+        here = [t.to(DEVICE) for t in tables]
+        cases[f"rope of {label}"] = (rope, rope_reference, [x], here)
+    for label, (fused, reference, tensors, rest) in cases.items():
+        got, _ = outputs_and_gradients(fused, tensors, rest)
+        exact = [t.cpu() if isinstance(t, torch.Tensor) else t for t in rest]
+        want, _ = outputs_and_gradients(reference, [x.cpu() for x in tensors], exact)
+        theirs, _ = outputs_and_gradients(reference, tensors, rest)
+        assert worst(got, want) <= allowed(worst(theirs, want), torch.float64), label
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -97,9 +97,8 @@ def test_large_logits_cost_no_digits(small_blocks):
     assert_as_good_as_torch(cross_entropy, cross_entropy_reference, [3000 * tensors[0]], rest, DTYPES[:2])
 
 
-@pytest.mark.prove
 def test_words_that_are_masked_with_minus_infinity_count_as_absent(small_blocks):
-    tensors, (labels,) = loss_inputs(20, 300, 8)["cross_entropy"]
+    tensors, (labels,) = loss_inputs(6, 300, 8)["cross_entropy"]
     logits = tensors[0].clone()
     logits[:, :130] = -float("inf")  # the first two blocks of 64 have nothing in them
     labels = torch.where(labels >= 0, 130 + labels % 170, labels)
@@ -175,7 +174,6 @@ def test_without_a_need_for_gradients_none_is_computed():
         assert worst([got], [exact]) <= 1e-10
 
 
-@pytest.mark.prove
 def test_under_no_grad_the_logits_are_the_only_product_whatever_the_parameters_want():
     tensors, (labels,) = loss_inputs(40, 130, 24)["linear_cross_entropy"]
     h, w = (x.to(DEVICE).requires_grad_() for x in tensors)

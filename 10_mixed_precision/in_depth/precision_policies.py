@@ -341,10 +341,10 @@ class MixedAdamW:
         # --- end exercise ---
         return lost_updates(before, w, self.read(holder)) if holder.dtype.itemsize < 4 else None
 
-    def held(self, parameters: Iterable[nn.Parameter] | None = None) -> dict[str, int]:
-        """Bytes of every item, of all parameters or of the given ones."""
+    def held(self) -> dict[str, int]:
+        """Bytes of every item, of all parameters."""
         held = dict.fromkeys(ITEMS, 0)
-        for p in parameters or self.names:
+        for p in self.names:
             items = {**self.state[p], "weights": p, "gradients": p.grad}
             for item, tensor in items.items():
                 held[item] += tensor.nbytes if tensor is not None else 0

@@ -32,7 +32,6 @@ def numbers(rows: int, columns: int, seed: int = 0):
     return x * torch.logspace(-4, 3, rows)[:, None] * torch.logspace(-2, 2, columns)
 
 
-@pytest.mark.prove
 @on_cpu
 def test_the_kernel_finds_the_largest_element_and_calls_nan_infinite():
     for shape in ((3, 5), (100, 257)):
@@ -93,7 +92,6 @@ def test_operands_of_backward_lie_with_the_summed_dimension_contiguous():
     assert_same(got, want, 1e-5, "a product of nine rows of tiles")
 
 
-@pytest.mark.prove
 @on_cpu
 def test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_wants_them():
     for dtype in (E4M3, torch.float8_e5m2):
