@@ -325,7 +325,7 @@ def copies_of_dualpipe():
         sum_mirrored(schedule, stages, group)
     for (_, s), module in stages.items():
         for (name, p), q in zip(module.named_parameters(), after[s], strict=True):
-            assert torch.equal(p.grad, 2 * q if "norm1" in name else q), f"{name}: the others were frozen"
+            assert torch.equal(p.grad, 2 * q if "norm1" in name else q), f"{name}: what is trained is summed, and nothing else"
     return before, after
 
 
