@@ -78,8 +78,8 @@ def update_master(param: Tensor, master: Tensor, grad: Tensor, lr: float) -> Non
     """Update the fp32 copy of a parameter, and round the result into the parameter.
 
     Lost updates: between 2^k and 2^(k+1) the values of a format with m bits of mantissa lie 2^(k-m)
-    apart, and an update of less than half of that is lost (from 2^k downwards of a quarter: there
-    the gap is half as wide). For bf16 that is every update below 1/512 of the parameter.
+    apart, and an update of less than half of that is lost. (Downwards from 2^k it is a quarter: the
+    gap there is half as wide.) For bf16 that is every update below 1/512 of the parameter.
     """
     # --- exercise 10.2: the update happens where there are bits for it ---
     master -= lr * grad

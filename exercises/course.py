@@ -92,7 +92,7 @@ def stub(script: Script, fence: fences.Fence) -> str:
 
 def renumbered(readme: Path, folder: Path, chapter: Chapter) -> str:
     """The text of a README whose links `script.py#L123` lead to the same lines of the student's `script.py`."""
-    scripts = {folder / script.within: script for script in chapter.scripts}
+    scripts = {(folder / script.within).resolve(): script for script in chapter.scripts}
 
     def link(match: re.Match[str]) -> str:
         script = scripts.get((readme.parent / match[1]).resolve())

@@ -589,8 +589,10 @@ def test_where_an_exercise_begins_the_names_are_told_that_it_has_to_leave(tmp_pa
         text = f"def f():\n # --- exercise 1.1: a ---\n a = 1\n # --- end exercise ---\n {behind}\n"
         found = tool.leaves(text, fences.read_fences(text)[0]["1.1"])
         assert found == ["a"] * (behind in needed), behind
-    tool.start(real(), real().chapter("04"), tmp_path / "student")
-    folders = tmp_path / "student", ROOT / "04_tensor_parallel"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")  # as /tmp is one on macOS
+    tool.start(real(), real().chapter("04"), tmp_path / "link" / "student")
+    folders = tmp_path / "link" / "student", ROOT / "04_tensor_parallel"
     student, own = ((folder / "tensor_parallel.py").read_text().splitlines() for folder in folders)
     assert "        # your lines define: grad_x, grad_weights" in student
     readmes = [(folder / "README.md").read_text() for folder in folders]
