@@ -85,6 +85,12 @@ def test_the_highest_moment_is_another_in_other_shapes():
     assert step_peak.peak(MANY_WORDS, 1, 12)[0] == "head"  # fewer tokens than hidden numbers
 
 
+def test_full_recomputation_peaks_far_above_what_it_keeps():
+    kept = sum(step_peak.kept_for_backward(DEMO, 3, 32, "fp32", "full").values())
+    above = step_peak.peak(DEMO, 3, 32, 2, "fp32", "full")[1] - step_peak.held(DEMO, 3, 32, 2, "fp32")
+    assert above > 2.7 * kept
+
+
 def test_wrong_modes_are_named():
     with pytest.raises(ValueError, match="precision 'fp8' must be one of fp32, bf16 autocast"):
         step_peak.peak(DEMO, 1, 64, precision="fp8")
