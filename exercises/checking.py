@@ -404,7 +404,7 @@ def check(
         passed = [row.number for row in report.rows if row.status == "passed"]
         if passed and not report.rejected:
             bodies = {number: submission.bodies[number] for number in passed}
-            report.rejected = ask(confirm, course, chapter, bodies, report.warnings).result()
+            report.rejected = confirm(course, chapter, bodies, report.warnings, ask)
     for row in report.rows:
         if row.status == "passed" and report.rejected:
             row.status = "not reached"
@@ -559,43 +559,56 @@ def unanswered(tests: Sequence[str], outcome: Outcome) -> list[str]:
     return [test for test in tests if test not in answered]
 
 
-def confirm(course: Course, chapter: Chapter, bodies: Mapping[str, str], warnings: list[str], judge: Judge) -> str:
+def confirm(
+    course: Course, chapter: Chapter, bodies: Mapping[str, str], warnings: list[str], ask: Callable[..., Future]
+) -> str:
     """Would a mistake be caught beside these bodies? Returns "" or why the passes are not accepted.
 
     First all bodies together must pass one test of each exercise, since each was tested with the chapter's
     own. Then known mistakes are planted outside the student's bodies, and the tests that catch them must
-    fail. Failures of the machine are warnings.
+    fail. Failures of the machine are warnings. `ask` is of `judges`, so two of these run at a time.
     """
+    asked = []
     for script in chapter.scripts:
         mine = {number: body for number, body in bodies.items() if number in script.fences}
-        if not mine:
-            continue
         if len(mine) > 1:
-            tests = list(dict.fromkeys(chapter.tests(number)[0] for number in mine))
-            text, paths = fences.splice(script.text, mine), [course.test_path(chapter, test) for test in tests]
-            outcome = judge.run({script.path: text}, paths, few=paths)
-            messages = {result.test: result.message for result in outcome.results if not result.passed}
-            failed = [*messages, *unanswered(tests, outcome)]
-            if outcome.foul:
-                return outcome.foul
-            doubtful = outcome.ended or any(OF_THE_MACHINE.search(message) for message in messages.values())
-            if doubtful and (why := unwell(course, chapter, (failed or tests)[0], judge)):
-                warnings.append(f"whether these exercises pass together is not known: {why}")
-                continue
-            if outcome.ended:
-                return outcome.ended
-            if failed:
-                return f"each exercise passes alone, but together it is not true that {sentence(failed[0])}"
-        for mistake in controls(chapter, script, mine):
-            others = {number: body for number, body in mine.items() if number != mistake.exercise}
-            text = fences.splice(mistake.planted(script.text), others)
-            outcome = judge.run({script.path: text}, [course.test_path(chapter, mistake.caught_by)], enough=1)
-            if outcome.foul:
-                return outcome.foul
-            if not outcome.ended and (not outcome.results or all(result.passed for result in outcome.results)):
-                return f"beside these solutions a known mistake ({mistake.name}) goes unnoticed: the tests do not work"
-            if outcome.ended and "process ended" in outcome.ended:
-                return f"the test for a known mistake ({mistake.name}) was broken off"
+            asked.append(ask(_together, course, chapter, script, mine, warnings))
+        asked += [ask(_beside, course, chapter, script, mine, each) for each in controls(chapter, script, mine) if mine]
+    reasons = (answer.result() for answer in asked)
+    return next(filter(None, reasons), "")
+
+
+def _together(
+    course: Course, chapter: Chapter, script: Script, mine: Mapping[str, str], warnings: list[str], judge: Judge
+) -> str:
+    tests = list(dict.fromkeys(chapter.tests(number)[0] for number in mine))
+    text, paths = fences.splice(script.text, mine), [course.test_path(chapter, test) for test in tests]
+    outcome = judge.run({script.path: text}, paths, few=paths)
+    messages = {result.test: result.message for result in outcome.results if not result.passed}
+    failed = [*messages, *unanswered(tests, outcome)]
+    if outcome.foul:
+        return outcome.foul
+    doubtful = outcome.ended or any(OF_THE_MACHINE.search(message) for message in messages.values())
+    if doubtful and (why := unwell(course, chapter, (failed or tests)[0], judge)):
+        warnings.append(f"whether these exercises pass together is not known: {why}")
+        return ""
+    if failed and not outcome.ended:
+        return f"each exercise passes alone, but together it is not true that {sentence(failed[0])}"
+    return outcome.ended
+
+
+def _beside(
+    course: Course, chapter: Chapter, script: Script, mine: Mapping[str, str], mistake: Mistake, judge: Judge
+) -> str:
+    others = {number: body for number, body in mine.items() if number != mistake.exercise}
+    text = fences.splice(mistake.planted(script.text), others)
+    outcome = judge.run({script.path: text}, [course.test_path(chapter, mistake.caught_by)], enough=1)
+    if outcome.foul:
+        return outcome.foul
+    if not outcome.ended and (not outcome.results or all(result.passed for result in outcome.results)):
+        return f"beside these solutions a known mistake ({mistake.name}) goes unnoticed: the tests do not work"
+    if "process ended" in outcome.ended:
+        return f"the test for a known mistake ({mistake.name}) was broken off"
     return ""
 
 
