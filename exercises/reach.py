@@ -66,8 +66,9 @@ class Module:
                 self.parts["*"].append(node)
                 for target in (t for t in ast.walk(node) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)):
                     self.parts.setdefault(target.id, []).append(node)
-        for node in [inner for nodes in self.parts.values() for part in nodes for inner in ast.walk(part)]:
-            if isinstance(node, ast.ImportFrom):  # inside a function
+        inside = re.search(rb"^ +(from|import) ", text, re.MULTILINE)  # of a function
+        for node in [inner for nodes in self.parts.values() for part in nodes for inner in ast.walk(part) if inside]:
+            if isinstance(node, ast.ImportFrom):
                 self.imports |= {a.asname or a.name: (node.module or "", a.name) for a in node.names}
             elif isinstance(node, ast.Import):
                 self.imports |= {a.asname or a.name: (a.name, "") for a in node.names}

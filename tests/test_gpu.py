@@ -42,10 +42,8 @@ DRY = [["--section", "ceilings"], *([f"--{call}"] for call in gpu.CALLS)]
 DRY += [["--section", name] for name in gpu.KNOWN if name not in (*CALLED, "chapters")]  # its scripts: below
 
 
-@pytest.mark.parametrize(
-    "what",  # the cheapest line in `make test`, all of them in `make prove`
-    [pytest.param(what, marks=[pytest.mark.prove] * (what[-1] != "ceilings"), id=what[-1].strip("-")) for what in DRY],
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("what", DRY, ids=[what[-1].strip("-") for what in DRY])
 def test_a_call_passes_on_the_stand_in_gpu_and_leaves_what_goals_and_readmes_look_for(dry_folder, what):
     command = [sys.executable, str(ROOT / "tests/gpu.py"), "--dry", *what, "--out", str(dry_folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1900, cwd=dry_folder, env=NO_GPU)

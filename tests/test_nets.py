@@ -113,7 +113,7 @@ def test_no_largest_error_is_found_by_a_maximum_that_loses_nan():
     """`max((0.0, nan))` is 0.0. Of tensors `.max()` is NaN; of numbers, with `key=lambda e: (e != e, e)`."""
     found = []
     for file in files("*.py"):
-        if not re.search(r"\bmax\(.{,300}?(abs\(\)|\b(relative|error|off)\()", text := file.read_text(), re.DOTALL):
+        if not re.search(r"\bmax\(", text := file.read_text()):
             continue
         for node in ast.walk(ast.parse(text)):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "max"):

@@ -86,7 +86,9 @@ def test_every_row_of_a_result_is_one_line_and_says_the_same(tmp_path):
 
 @pytest.mark.skipif(not HISTORY, reason="needs the whole history of git; reason: this is a copy")
 def test_every_result_has_a_birth_certificate():
-    lacking = without_certificate(ROOT / "results", {commit[:10] for commit in git("rev-list", "HEAD")})
+    replaced = ROOT / "results" / "squashed.txt"  # commits that were there before a squash or a rebase, one per line
+    commits = {*git("rev-list", "HEAD"), *(replaced.read_text().split() if replaced.exists() else ())}
+    lacking = without_certificate(ROOT / "results", {commit[:10] for commit in commits})
     assert not lacking, f"measure these again from a clean commit: {lacking}"
 
 

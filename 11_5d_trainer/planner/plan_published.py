@@ -255,6 +255,7 @@ def digits(number: float) -> float | int:
     return round(number) if number > 10 else round(number, 2)
 
 
+@lru_cache
 def error_bar() -> tuple[float, float]:
     """The fractions of the predicted seconds between which nine in ten of the held-out runs lie."""
     ratios = sorted(

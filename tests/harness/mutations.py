@@ -310,7 +310,8 @@ def _near(file: Path) -> set[Path]:
     text = file.read_text()
     names: set[str] = set()
     if file.suffix == ".py":
-        nodes = list(ast.walk(program(text)))
+        nodes = list(ast.walk(ast.parse(text)))
+        alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
         for node in nodes:
             if type(node) is ast.Import:
                 names |= {alias.name for alias in node.names}
@@ -318,7 +319,8 @@ def _near(file: Path) -> set[Path]:
                 names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif type(node) is ast.ImportFrom:  # `from . import x` and `from .x import y`, inside the harness
                 names |= {f"harness.{alias.name}" for alias in node.names}
-        text = "\n".join(f'"{n.value}"' for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        texts = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in alone)
+        text = "\n".join(f'"{node.value}"' for node in texts if isinstance(node.value, str))
     own = {"harness." + name for name in names if file.parent.name == "harness"}
     named = re.findall(r"[\"']([\w-]+\.(?:py|cu|h|sbatch))[\"']", text)
     quoted = {file.with_name(name) for name in named} | {header for header in shared_build() if header.name in named}
