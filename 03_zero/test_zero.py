@@ -1,6 +1,7 @@
 """The core file of ZeRO against a model written a second time, against in_depth, and against the harness's meters."""
 
 import contextlib
+import functools
 import gc
 import io
 import math
@@ -109,12 +110,19 @@ def by_name(sharded, shards: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(names, tensors, strict=True))
 
 
+def forward_with_nothing_in_flight(sharded, forward, x: Tensor) -> Tensor:
+    in_flight = [each for each in sharded.flat_params if getattr(each, "in_flight", None)]
+    assert not in_flight, "a full gradient lives on in the next forward pass"
+    return forward(x)
+
+
 def train(
     stage: str, group=None, micro_batches: int = 2, optimizer=torch.optim.SGD, prefetch=None, first: int = 0, **options
 ) -> Trace:
     group = group or dist.group.WORLD
     dp, rank, trace = dist.get_world_size(group), dist.get_rank(group), Trace()
     sharded = STAGES[stage](build_layers(), group, **options_of(prefetch))
+    sharded.forward = functools.partial(forward_with_nothing_in_flight, sharded, sharded.forward)
     shards = shards_of(sharded)
     optimizer = optimizer(shards, **({"lr": 0.1} | options))
     for step in range(first, first + 3):
@@ -389,17 +397,21 @@ def test_no_grad_and_two_forwards_before_their_backwards_match_reference(stage):
         assert_same(gradients, torch.cat(own), what="gradients of two forwards", rank=rank)
 
 
-def refuse_frozen() -> str:
-    layers = build_layers()
-    layers[1].q_proj.weight.requires_grad_(False)
-    with pytest.raises(ValueError) as refusal:
-        zero.Zero3(layers, dist.group.WORLD)
-    return str(refusal.value)
+def refuse_frozen() -> list[str]:
+    said = []
+    for what in ("q_proj", ""):  # one weight; a whole layer
+        layers = build_layers()
+        layers[1].get_submodule(what).requires_grad_(False)
+        with pytest.raises(ValueError) as refusal:
+            zero.Zero3(layers, dist.group.WORLD)
+        said.append(str(refusal.value))
+    return said
 
 
 def test_a_frozen_parameter_is_refused_by_name():
-    (message,) = run_ranks(1, refuse_frozen)
-    assert "q_proj.weight" in message and "frozen" in message and "\n" not in message
+    (messages,) = run_ranks(1, refuse_frozen)
+    for message in messages:
+        assert "q_proj.weight" in message and "frozen" in message and "\n" not in message
 
 
 def without_labels(stage: str) -> tuple[Tensor, list[Tensor]]:

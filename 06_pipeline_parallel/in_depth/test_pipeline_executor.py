@@ -794,6 +794,9 @@ def validate():
         assert all(p.grad is None for module in stages.values() for p in module.parameters())
         mine = pipeline.step(tokens, labels, extras)
         results.append((without.item(), pipeline.step(tokens, labels, extras, broadcast=True).item(), mine.item()))
+        assert pipeline.peak > 0
+        pipeline.forward_only(tokens, labels, extras)
+        assert pipeline.peak == 0, "of the latest step"
     return results
 
 
