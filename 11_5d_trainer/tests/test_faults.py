@@ -241,10 +241,13 @@ def refused(words):
     return error_from(UsageError, agreed, words)
 
 
-def test_when_no_checkpoint_is_whole_the_run_ends_in_one_line(text, tmp_path):
-    words = [*fuzz.options(text, "", steps=2), "--out", str(tmp_path / "run")]
+def test_a_damaged_checkpoint_gives_way_and_when_none_is_whole_the_run_ends_in_one_line(text, tmp_path):
+    words = [*fuzz.options(text, "", steps=2, save_every=1, keep=9), "--out", str(tmp_path / "run")]
     run_ranks(1, fuzz.run, words)
     damage(tmp_path / "run", "step-000002", "__0_0.distcp", "corrupted")
+    [(step, _)] = run_ranks(1, agreed, ["--resume", str(tmp_path / "run"), "--steps", "4"])
+    assert step == 1, "the run goes on where the checkpoint before was written"
+    damage(tmp_path / "run", "step-000001", "__0_0.distcp", "corrupted")
     [said] = run_ranks(1, refused, ["--resume", str(tmp_path / "run"), "--steps", "4"])
     assert re.match(r"--resume .*: no checkpoint is whole: step-000002 is ", said), said
 
