@@ -13,12 +13,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from formulas import TIE, cell_as_mathml, is_cell, sides
+from formulas import TIE, cell_as_mathml, is_cell, lines_as_mathml
 from symbols import ROOT, symbols
 
 LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\((?P<url>[^()\s]+)(?P<title>\s+\"[^\"]*\")?\)")
 CODE = re.compile(r"(?P<ticks>`+)(?P<code>[^`]+?)(?P=ticks)(?!`)")
 EITHER = re.compile(f"(?P<link>{LINK.pattern})|(?P<span>{CODE.pattern})", re.DOTALL)
+INDENTED = re.compile(r"(?<=\n\n)(?: {4}\S.*\n)+(?=\n|\Z)")
 IMAGES = (".svg", ".png")
 SHORT = 3  # names below this length are the letters of formulas
 NARROW = 60  # letters of code that a column beside another, or a telephone, has room for
@@ -139,18 +140,17 @@ def commands(block: str) -> str:
 
 
 def typeset(text: str) -> str:
-    """The formulas of a README's tables, and those that have lines of their own, as MathML."""
-    made, tied = [], False
-    lines = text.splitlines(keepends=True)
-    for before, line, after in zip(["\n", *lines], lines, [*lines[1:], "\n"], strict=False):
+    """The formulas of a README's tables, and blocks of indented lines that are all formulas, as MathML."""
+    made, tied, before = [], False, "\n"
+    text = INDENTED.sub(lambda found: f"{lines_as_mathml(found[0].splitlines()) or found[0].rstrip()}\n", text)
+    for line in text.splitlines(keepends=True):
         tied = bool(TIE.fullmatch(line.strip())) or (
             tied and (line[0] == "|" or (not line.strip() and before[0] != "|"))
         )
+        before = line
         if line.startswith("|") and tied:
             cells = line.strip().strip("|").split("|")
             line = "|" + "|".join(f" {cell_as_mathml(cell)} " if is_cell(cell) else cell for cell in cells) + "|\n"
-        elif line.startswith("    ") and not before.strip() and not after.strip():
-            line = sides(line) + "\n" if sides(line) else line
         made.append(line)
     return "".join(made)
 

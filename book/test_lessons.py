@@ -7,7 +7,7 @@ import lessons
 import pytest
 from build_book import Book, ground_files
 from colours_of_code import coloured, numbered
-from formulas import cell_as_mathml
+from formulas import cell_as_mathml, lines_as_mathml
 from lessons import anchors, ground_section, lesson, links, names_of, page_of, slug
 from symbols import ROOT, symbols
 
@@ -94,10 +94,68 @@ def test_formulas_of_a_readme_are_set_as_mathml_with_their_text_as_a_name():
     plain = re.sub(r"</?m[ion]\b[^>]*>", "", made)
     assert f'| a b | <math aria-label="2(P−1)/P · n"><mrow>{fraction}<mspace width="0.2em"/>n</mrow></math> |' in plain
     assert '<math aria-label="H">H</math> |\n\n| a | 2 P | H |\n' in plain, "another table has names, not formulas"
-    assert (
-        '\n<math display="block" aria-label="idle / compute = (p − 1)/m"><mtext>idle / compute</mtext>=<mfrac>' in plain
-    )
+    assert '\n<div class="formulas"><math aria-label="idle / compute = (p − 1)/m"><mfrac>' in plain
+    assert "<mrow>idle</mrow><mrow>compute</mrow></mfrac>=<mfrac>" in plain
     assert made.endswith("\n\n    x = f(y)\n")
+
+
+def texts(made: str) -> list[list[str]]:
+    """Of each row and cell of a table, the letters."""
+    rows = re.findall("<mtr>(.*?)</mtr>", made)
+    return [
+        [re.sub("<[^>]*>", "", html.unescape(cell)) for cell in re.findall("<mtd>(.*?)</mtd>", row)] for row in rows
+    ]
+
+
+def test_a_block_whose_lines_are_all_formulas_is_a_table_aligned_at_the_equals_signs():
+    made = lines_as_mathml(
+        [
+            "    y = sum over the chosen e of g_e f(x)",
+            "    K > 1:   g_e = p_e / (sum of the K chosen p)     Mixtral",
+            "    bytes of all   = 4 K (ep − 1)/ep · (bytes of an element), both ways",
+        ]
+    )
+    assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in texts(made)] == [
+        ["", "y", "=∑the chosen egef(x)", ""],
+        ["K>1:", "ge", "=pesum of the K chosen p", "Mixtral"],
+        ["", "bytes of all", "=4K(ep−1)ep×bytes of an element,", "both ways"],
+    ]
+    assert "<mfrac><mrow><msub><mi>p</mi><mi>e</mi></msub></mrow><mrow><mrow><mtext>sum" in made
+
+
+def test_formulas_side_by_side_in_a_line_are_one_each_with_words_between_them():
+    made = lines_as_mathml(
+        ["    a = exp(s − m_new)     dq = dsᵀ k / √D      at the end  out = acc · v / l,  2 x y = c* FLOPs"]
+    )
+    named = ["a = exp(s − m_new)", "dq = dsᵀ k / √D", "out = acc · v / l,", "2 x y = c* FLOPs"]
+    assert re.findall('aria-label="([^"]*)"', made) == named
+    assert "<span>at the end</span>" in made and "<mtable>" not in made
+    for inside in (
+        "<mi>exp</mi>",
+        "<msqrt><mi>D</mi></msqrt>",
+        "<msup><mi>ds</mi><mi>T</mi></msup>",
+        "<mi>acc</mi><mo>·</mo><mi>v</mi>",
+        "<msup><mi>c</mi><mi>*</mi></msup>",
+    ):
+        assert inside in made
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["y = 2 x / m", "for x in y:"],
+        ["y = x / m", "multiply tile 0 | write 0"],
+        ["stage     2 layers of 3 · 24     9,216 elements / 4 ranks = 2,304"],
+        ["lane of four      0     1", "has the weights   0 1   2 3"],
+        ["query i sees key j  if  first <= j - i <= last"],
+        ["x = f(y)"],
+        ["return a / b"],
+        ["a[0] = b / c"],
+        ["p = q / r -> s"],
+    ],
+)
+def test_pseudo_code_tables_and_drawings_stay_as_they_are(lines):
+    assert not lines_as_mathml(lines)
 
 
 @pytest.mark.parametrize(
