@@ -484,6 +484,7 @@ def test_one_case_that_fails_fails_the_script(failing, monkeypatch, capsys):
         (["--chunks", ""], 2),
         (["--chunk", "2"], 1),
         (["--nproc_per_node"], 3),
+        (["--nproc_per_node"], 8),  # divides the query heads, and not the K/V heads
     ],
 )
 def test_a_bad_option_is_refused_in_one_line_that_names_it(argv, ranks):
