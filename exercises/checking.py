@@ -378,10 +378,10 @@ def check(
     final only with the report, because it is confirmed at the end. `first` is called with an exercise's row
     when its first test has failed: the hint follows when all tests that may identify the mistake have run.
 
-    For several exercises two judges work in parallel. A caller that trusts all its submissions may pass one, to save the seconds of
-    its start. A submission that is given as a function is read in these seconds. With `apart` there is one
-    judge, new for each exercise, so that no code of one exercise can see the chapter's solution of the next,
-    and each pass is verified from outside.
+    For several exercises two judges work in parallel. A caller that trusts all its submissions may pass one, to
+    save the seconds of its start. A submission that is given as a function is read in these seconds. With
+    `apart` there is one judge, new for each exercise, so that no code of one exercise can see the chapter's
+    solution of the next, and each pass is verified from outside.
     """
     wanted = list(chapter.exercises) if numbers is None else list(numbers)
     with judges(course, limits, judge, 1 if apart or len(wanted) == 1 else 2) as ask:

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
@@ -35,6 +36,7 @@ import pytest
 from module_cache import PRELOAD, forget_modules  # sandbox.py copies it beside this file
 
 LONGEST_MESSAGE = 4000  # characters of a failure that are passed on
+MOST_OF_A_CLAIM = 3  # failed parameters of one test, after which its others are skipped
 TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # these decide on a pass
 PLAIN = {  # what a rank may send besides numbers, texts and plain classes
     *(f"builtins.{name}" for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")),
@@ -50,7 +52,7 @@ class Recorder:
     def __init__(self, answer: Any, hang: float, enough: int, few: set[str]) -> None:
         self.answer, self.hang, self.enough, self.few = answer, hang, enough, few
         self.began = 0.0
-        self.failures = 0
+        self.failures: Counter[str] = Counter()  # by claim: a test without its parameters
         self.session: Any = None
 
     def pytest_sessionstart(self, session: Any) -> None:
@@ -71,10 +73,16 @@ class Recorder:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.began = time.monotonic()
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if self.failures[item.nodeid.partition("[")[0]] == MOST_OF_A_CLAIM:
+            pytest.skip("its other parameters say enough")
+
     def pytest_runtest_logreport(self, report: Any) -> None:
+        claim = report.nodeid.partition("[")[0]
         done = report.when == "call" or (report.when == "setup" and not report.passed)
         broken = report.when == "teardown" and report.failed
-        if not (done or broken):
+        if not (done or broken) or self.failures[claim] == MOST_OF_A_CLAIM:
             return
         seconds = time.monotonic() - self.began
         passed = report.passed and not hasattr(report, "wasxfail")  # a skipped test has not passed
@@ -83,8 +91,8 @@ class Recorder:
         outcome = "passed" if passed else "failed" if report.when == "call" else "broken"
         self.answer(test=test, outcome=outcome, message=message_of(report), seconds=seconds)
         if not passed:
-            self.failures += 1
-            if self.failures == self.enough or seconds > 0.5 * self.hang:
+            self.failures[claim] += 1
+            if len(self.failures) == self.enough or seconds > 0.5 * self.hang:
                 self.session.shouldstop = "that is enough to know"
 
     def pytest_collectreport(self, report: Any) -> None:

@@ -1569,6 +1569,18 @@ def test_of_a_test_with_many_parameters_a_few_are_the_first_and_the_last(tiny):
     assert got[0] == [f"test_tiny.py::test_n[{n}]" for n in range(5)] and got[1] == [got[0][0], got[0][-1]]
 
 
+def test_failures_are_counted_by_test_and_parameters_of_one_do_not_hide_the_next(tiny):
+    folder = tiny.root / "01_tiny"
+    never = "@pytest.mark.parametrize('n', range(5))\ndef test_n(n): assert False\n"
+    (folder / "test_tiny.py").write_text(f"import pytest\n{TEST_TINY}\n{never}")
+    (folder / "tiny.py").write_text(TINY.replace("result += x", "result = x"))
+    names = [f"test_n[{n}]" for n in range(3)] + ["test_total_is_the_sum", "test_both_double_the_sum"]
+    with Judge(Course(tiny.root).files, LIMITS, trusted=True) as judge:
+        tests = [f"01_tiny/test_tiny.py::{name}" for name in ("test_n", *names[-2:])]
+        got = [[r.test for r in judge.run({}, tests, enough=enough).results] for enough in (1, 2)]
+    assert got == [[f"test_tiny.py::{name}" for name in names[:few]] for few in (1, 4)]
+
+
 # --------------------------------------------------------------------------------------------------- a student's folder
 
 
