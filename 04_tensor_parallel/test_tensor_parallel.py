@@ -580,8 +580,8 @@ def test_collectives_are_in_flight_while_matmuls_run():
     for log in run_ranks(2, late_collectives, False):
         assert log == [*two, "start sum", *two, "wait sum"]
     for log in run_ranks(2, late_collectives, True):
-        assert log[:4] == ["start all-gather", *two, "start reduce-scatter"], log
-        assert log[4:] == ["wait all-gather", *two, "wait reduce-scatter"], log
+        assert log[:4] == ["start all-gather", *two, "start reduce-scatter"]
+        assert log[4:] == ["wait all-gather", *two, "wait reduce-scatter"]
 
 
 # ---------------------------------------------------------------------------------------------------- options, script

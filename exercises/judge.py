@@ -36,6 +36,7 @@ import pytest
 from module_cache import PRELOAD, forget_modules  # sandbox.py copies it beside this file
 
 LONGEST_MESSAGE = 4000  # characters of a failure that are passed on
+LONGEST_VALUE = 320  # characters of each value in a comparison: both are in what `told` of checking.py shows
 MOST_OF_A_CLAIM = 3  # failed parameters of one test, after which its others are skipped
 TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # these decide on a pass
 PLAIN = {  # what a rank may send besides numbers, texts and plain classes
@@ -77,6 +78,17 @@ class Recorder:
     def pytest_runtest_setup(self, item: Any) -> None:
         if self.failures[item.nodeid.partition("[")[0]] == MOST_OF_A_CLAIM:
             pytest.skip("its other parameters say enough")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> Iterator[None]:
+        """Where pytest cuts the values of a comparison to 30 characters, show more of both. Its own option for
+        this, verbosity_assertions=2, would add a diff, which takes minutes for lists of thousands."""
+        explanations: Any = yield
+        texts = [repr(value) for value in (left, right)]
+        shown = [text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..." for text in texts]
+        for lines in explanations:
+            lines[:1] = [f"{shown[0]} {op} {shown[1]}"] if "..." in lines[0] else lines[:1]
+        return explanations
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         claim = report.nodeid.partition("[")[0]
@@ -286,6 +298,7 @@ def main() -> None:
         copy = request["copy"]
         os.chdir(copy)
         arguments = ["-p", "no:cacheprovider", "-c", f"{copy}/pyproject.toml", "--rootdir", copy, "--durations=0"]
+        arguments += ["-o", "truncation_limit_chars=0"]  # LONGEST_VALUE is the limit
         recorder = Recorder(answer, request["hang"], request["enough"], set(request["few"]))
         with theirs_in_ranks(request["theirs"]):
             pytest.main([*arguments, *(f"{copy}/{test}" for test in request["tests"])], plugins=[recorder])

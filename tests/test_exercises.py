@@ -448,7 +448,7 @@ def test_a_comparison_is_told_with_its_statement_and_with_the_first_entry_that_d
         (
             "assert tiny.scale(3) == 6 and tiny.scale(-1) == -2",
             f"assert {lists}  # all of them",
-            (f"`{lists}`: ", "; entry 5: 0 != 10"),
+            (f"`{lists}`: [0, 2, 4, 6, 8, 0, 12, 14, 16, 18, 20, ", "... == [0, 2, 4, ", "; entry 5: 0 != 10"),
         ),
         (
             "assert tiny.scale(3) == 6 and tiny.scale(-1) == -2",
