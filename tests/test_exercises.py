@@ -434,10 +434,10 @@ def test_a_hint_is_chosen_by_what_the_tests_say_before_how_the_lines_look():
     assert checking.nearest_mistake(script, "2.4", body, only) is copied, "in the same lines, with the same words"
     other = {copied.caught_by: "AssertionError: something else"}
     assert checking.nearest_mistake(script, "2.4", body, other) is None
-    silent = next(m for m in script.mistakes if m.name == "the_hook_sums_without_async_op")
-    body = script.mistaken_body(silent).rstrip() + "\nworks = tuple(works)\n"
+    silent = next(m for m in script.mistakes if m.name == "added_before_it_is_received")
+    body = script.mistaken_body(silent).rstrip() + "\nchunks = tuple(chunks)\n"
     for words, found in (("AssertionError", silent), ("TypeError: 'tuple' object", None)):
-        assert checking.nearest_mistake(script, "2.3", body, {silent.caught_by: words}) is found, "it has no symptom"
+        assert checking.nearest_mistake(script, "2.2", body, {silent.caught_by: words}) is found, "it has no symptom"
 
 
 @pytest.mark.prove
