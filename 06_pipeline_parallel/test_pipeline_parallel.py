@@ -127,13 +127,13 @@ def test_fewer_micro_batches_than_stages():
 
 def in_slices():
     groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
-    return traces("1f1b", [(3, 1)], groups[0] if dist.get_rank() in (1, 3) else groups[1])
+    return traces("1f1b", [(4, 1)], groups[0] if dist.get_rank() in (1, 3) else groups[1])
 
 
 def test_two_slices_of_the_world_train_two_models():
     ranks = run_ranks(4, in_slices, timeout=TIMEOUT)
-    assert_match_reference("1f1b", [(3, 1)], ranks[1::2])
-    assert_match_reference("1f1b", [(3, 1)], ranks[::2])
+    assert_match_reference("1f1b", [(4, 1)], ranks[1::2])
+    assert_match_reference("1f1b", [(4, 1)], ranks[::2])
 
 
 def test_every_layer_is_in_one_stage_and_stages_differ_by_one_block_at_most():

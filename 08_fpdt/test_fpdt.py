@@ -258,7 +258,7 @@ def test_sums_over_chunks_are_float32_and_all_else_is_copied_in_the_dtype_of_the
     found = run_ranks(1, dtypes_of_sums)[0]
     narrow = {name for name, dtype in found.items() if dtype == torch.bfloat16}
     wide = {name for name, dtype in found.items() if dtype == torch.float32}
-    assert narrow == {"q", "kv", "out", "dout"} and wide == {"lse", "dq", "dkv"}, found
+    assert narrow == {"q", "kv", "out", "dout"} and wide == {"lse", "dq", "dkv"}, f"{found}"
 
 
 def attention_with_gradient(q: Tensor, chunks: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

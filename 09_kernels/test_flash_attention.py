@@ -336,7 +336,9 @@ def test_bytes_moved_match_the_formula(causal):
         dkdv = B * N_kv * S * 4 * D * e + B * N * queries * (2 * D * e + 2 * wide)  # k, v, dk, dv; q, dout, LSE, delta
         assert script.bytes_moved(*given[:2], causal, *blocks) == (forward, dq + dkdv), f"formula, {S} tokens, {blocks}"
         _, (there, back, _) = script.run_attention(script.flash_attention, *given, causal=causal, blocks=blocks)
-        assert (there, back) == (forward, dq + dkdv), f"counted, {S} tokens, blocks {blocks}"
+        assert (there, back) == (forward, dq + dkdv), (
+            f"{S} tokens, blocks {blocks}: forward moves {there} bytes, not {forward}, backward {back}, not {dq + dkdv}"
+        )
 
 
 def test_saved_bytes_and_peak_memory_grow_linearly():

@@ -156,7 +156,9 @@ def test_sectors_and_wavefronts_match_the_formulas(inside, kernel):
         taken / least if least else 1.0
         for taken, least in ((got.bank_turns, got.bank_turns_least), (got.store_turns, got.store_turns_least))
     ]
-    assert (got.load_sectors, got.store_sectors, got.shared_requests, *wavefronts) == predicted(kernel)
+    found = got.load_sectors, got.store_sectors, got.shared_requests, *wavefronts
+    names = "sectors loaded", "sectors stored", "shared loads", "wavefronts per load", "wavefronts per store"
+    assert dict(zip(names, found, strict=True)) == dict(zip(names, predicted(kernel), strict=True))
 
 
 def test_threads_of_register_tiles_own_each_element_once(inside):

@@ -165,9 +165,10 @@ def updated() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_updates_add_up_in_the_master_and_leave_the_gradient_as_it_was():
     [(master, param, grad)] = run_ranks(1, updated)
-    assert master.tolist() == [2 - 2.0**-7] * 2 and master.dtype == torch.float32, "the master"
-    assert param.tolist() == [2 - 2.0**-7] * 2 and param.dtype == torch.bfloat16, "the parameter, rounded"
-    assert grad.tolist() == [1, 1], "the gradient, which the step returns"
+    assert {"master": master.dtype, "parameter": param.dtype} == {"master": torch.float32, "parameter": torch.bfloat16}
+    master, param = (((2 - x.float()) * 2**9).tolist() for x in (master, param))
+    found = {"updates in the master": master, "in the parameter": param, "gradient": grad.tolist()}
+    assert found == {"updates in the master": [4, 4], "in the parameter": [4, 4], "gradient": [1, 1]}
 
 
 @pytest.mark.prove

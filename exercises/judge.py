@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
@@ -35,6 +36,8 @@ import pytest
 from module_cache import PRELOAD, forget_modules  # sandbox.py copies it beside this file
 
 LONGEST_MESSAGE = 4000  # characters of a failure that are passed on
+LONGEST_VALUE = 320  # characters of each value in a comparison: both are in what `told` of checking.py shows
+MOST_OF_A_CLAIM = 3  # failed parameters of one test, after which its others are skipped
 TOOLS = ("__main__.", "pytest.", "_pytest.", "harness.", "torch.testing.")  # these decide on a pass
 PLAIN = {  # what a rank may send besides numbers, texts and plain classes
     *(f"builtins.{name}" for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")),
@@ -50,7 +53,7 @@ class Recorder:
     def __init__(self, answer: Any, hang: float, enough: int, few: set[str]) -> None:
         self.answer, self.hang, self.enough, self.few = answer, hang, enough, few
         self.began = 0.0
-        self.failures = 0
+        self.failures: Counter[str] = Counter()  # by claim: a test without its parameters
         self.session: Any = None
 
     def pytest_sessionstart(self, session: Any) -> None:
@@ -71,10 +74,27 @@ class Recorder:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.began = time.monotonic()
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if self.failures[item.nodeid.partition("[")[0]] == MOST_OF_A_CLAIM:
+            pytest.skip("its other parameters say enough")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> Iterator[None]:
+        """Where pytest cuts the values of a comparison to 30 characters, show more of both. Its own option for
+        this, verbosity_assertions=2, would add a diff, which takes minutes for lists of thousands."""
+        explanations: Any = yield
+        texts = [repr(value) for value in (left, right)]
+        shown = [text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..." for text in texts]
+        for lines in explanations:
+            lines[:1] = [f"{shown[0]} {op} {shown[1]}"] if "..." in lines[0] else lines[:1]
+        return explanations
+
     def pytest_runtest_logreport(self, report: Any) -> None:
+        claim = report.nodeid.partition("[")[0]
         done = report.when == "call" or (report.when == "setup" and not report.passed)
         broken = report.when == "teardown" and report.failed
-        if not (done or broken):
+        if not (done or broken) or self.failures[claim] == MOST_OF_A_CLAIM:
             return
         seconds = time.monotonic() - self.began
         passed = report.passed and not hasattr(report, "wasxfail")  # a skipped test has not passed
@@ -83,8 +103,8 @@ class Recorder:
         outcome = "passed" if passed else "failed" if report.when == "call" else "broken"
         self.answer(test=test, outcome=outcome, message=message_of(report), seconds=seconds)
         if not passed:
-            self.failures += 1
-            if self.failures == self.enough or seconds > 0.5 * self.hang:
+            self.failures[claim] += 1
+            if len(self.failures) == self.enough or seconds > 0.5 * self.hang:
                 self.session.shouldstop = "that is enough to know"
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -278,6 +298,7 @@ def main() -> None:
         copy = request["copy"]
         os.chdir(copy)
         arguments = ["-p", "no:cacheprovider", "-c", f"{copy}/pyproject.toml", "--rootdir", copy, "--durations=0"]
+        arguments += ["-o", "truncation_limit_chars=0"]  # LONGEST_VALUE is the limit
         recorder = Recorder(answer, request["hang"], request["enough"], set(request["few"]))
         with theirs_in_ranks(request["theirs"]):
             pytest.main([*arguments, *(f"{copy}/{test}" for test in request["tests"])], plugins=[recorder])

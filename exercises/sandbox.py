@@ -104,7 +104,8 @@ class Judge:
     ) -> Outcome:
         """Run `tests` (paths from the root of the repository) in a copy in which `changes` replace files.
 
-        After `enough` failures the rest is left out. Of the tests in `few` only the first and the last parameters run.
+        After `enough` failed tests the rest is left out, as are a test's parameters after three that failed. Of
+        the tests in `few` only the first and the last parameters run.
         With `in_ranks` only the ranks that tests start see the changes; a CUDA file is built and called only
         by ranks, so it is in the copy. `heard` is called with each result as soon as it arrives.
         """

@@ -434,10 +434,10 @@ def test_a_hint_is_chosen_by_what_the_tests_say_before_how_the_lines_look():
     assert checking.nearest_mistake(script, "2.4", body, only) is copied, "in the same lines, with the same words"
     other = {copied.caught_by: "AssertionError: something else"}
     assert checking.nearest_mistake(script, "2.4", body, other) is None
-    silent = next(m for m in script.mistakes if m.name == "the_hook_sums_without_async_op")
-    body = script.mistaken_body(silent).rstrip() + "\nworks = tuple(works)\n"
+    silent = next(m for m in script.mistakes if m.name == "added_before_it_is_received")
+    body = script.mistaken_body(silent).rstrip() + "\nchunks = tuple(chunks)\n"
     for words, found in (("AssertionError", silent), ("TypeError: 'tuple' object", None)):
-        assert checking.nearest_mistake(script, "2.3", body, {silent.caught_by: words}) is found, "it has no symptom"
+        assert checking.nearest_mistake(script, "2.2", body, {silent.caught_by: words}) is found, "it has no symptom"
 
 
 @pytest.mark.prove
@@ -448,7 +448,7 @@ def test_a_comparison_is_told_with_its_statement_and_with_the_first_entry_that_d
         (
             "assert tiny.scale(3) == 6 and tiny.scale(-1) == -2",
             f"assert {lists}  # all of them",
-            (f"`{lists}`: ", "; entry 5: 0 != 10"),
+            (f"`{lists}`: [0, 2, 4, 6, 8, 0, 12, 14, 16, 18, 20, ", "... == [0, 2, 4, ", "; entry 5: 0 != 10"),
         ),
         (
             "assert tiny.scale(3) == 6 and tiny.scale(-1) == -2",
@@ -1567,6 +1567,18 @@ def test_of_a_test_with_many_parameters_a_few_are_the_first_and_the_last(tiny):
     with Judge(files, LIMITS, trusted=True) as judge:
         got = [[r.test for r in judge.run({}, [name], few=few).results] for few in ((), (name,))]
     assert got[0] == [f"test_tiny.py::test_n[{n}]" for n in range(5)] and got[1] == [got[0][0], got[0][-1]]
+
+
+def test_failures_are_counted_by_test_and_parameters_of_one_do_not_hide_the_next(tiny):
+    folder = tiny.root / "01_tiny"
+    never = "@pytest.mark.parametrize('n', range(5))\ndef test_n(n): assert False\n"
+    (folder / "test_tiny.py").write_text(f"import pytest\n{TEST_TINY}\n{never}")
+    (folder / "tiny.py").write_text(TINY.replace("result += x", "result = x"))
+    names = [f"test_n[{n}]" for n in range(3)] + ["test_total_is_the_sum", "test_both_double_the_sum"]
+    with Judge(Course(tiny.root).files, LIMITS, trusted=True) as judge:
+        tests = [f"01_tiny/test_tiny.py::{name}" for name in ("test_n", *names[-2:])]
+        got = [[r.test for r in judge.run({}, tests, enough=enough).results] for enough in (1, 2)]
+    assert got == [[f"test_tiny.py::{name}" for name in names[:few]] for few in (1, 4)]
 
 
 # --------------------------------------------------------------------------------------------------- a student's folder

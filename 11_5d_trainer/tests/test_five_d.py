@@ -363,7 +363,7 @@ def test_a_rank_has_its_samples_and_of_each_a_run_of_neighbouring_tokens():
     for rank, micro_batches in enumerate(run_ranks(4, micro_batches_of_rank)):
         samples, run = tokens.chunk(2)[rank // 2], slice(rank % 2 * 8, rank % 2 * 8 + 8)
         want = [part[:, run].T.tolist() for part in samples.chunk(2)]
-        assert [ids.tolist() for ids in micro_batches] == want, f"rank {rank}"
+        assert {f"rank {rank}": [ids.tolist() for ids in micro_batches]} == {f"rank {rank}": want}
     for seq_len, cp, tp in itertools.product((5, 22, 45), (1, 2, 3), (1, 3, 4)):
         ranks = [five_d.token_positions(seq_len, types.SimpleNamespace(cp=cp, cp_rank=r, tp=tp)) for r in range(cp)]
         assert {len(positions) % tp for positions in ranks} == {0}, f"{seq_len} tokens with cp {cp} and tp {tp}"
