@@ -537,7 +537,7 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
     assert need("--evaluate", 4) == {"weights": whole["weights"]}
     assert need("--zero 1", 4)["AdamW's states"] == whole["AdamW's states"] / 4
     assert need("--zero 2", 4)["gradients"] == whole["gradients"] / 4
-    assert need("--zero 3", 4)["weights"] == whole["weights"] / 4
+    assert need("--zero 3", 4)["weights"] == whole["weights"] / 4 == need("--zero 3 --cp 2", 4)["weights"]
     assert need("--zero 1", 4)["weights"] == whole["weights"] == need("--zero 2", 4)["weights"]
     assert need("--zero 1", 4)["gradients"] == whole["gradients"]
     assert need("--zero 2 --zero-offload", 4)["AdamW's states"] == 1.5 * need("--zero 2", 4)["AdamW's states"]
