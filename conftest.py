@@ -28,8 +28,7 @@ TRITON = find_spec("triton") is not None
 PREFLIGHT = """
 import json
 from multiprocessing import forkserver
-from harness.module_cache import PRELOAD
-forkserver.set_forkserver_preload(PRELOAD)
+forkserver.set_forkserver_preload(["torch"])
 forkserver.ensure_running()  # it imports torch while this process does
 from harness import ranks
 print(json.dumps([ranks.preflight(), ranks._pool.unit]))

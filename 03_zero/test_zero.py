@@ -464,7 +464,7 @@ def gradients_of_one_process() -> tuple[Tensor, dict[bool, float]]:
     return expected, {wide: ((x - expected).norm() / expected.norm()).item() for wide, x in sums.items()}
 
 
-@pytest.mark.always("3-simple", "2")
+@pytest.mark.always("3-simple")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bf16_gradient_is_as_close_to_float64_as_that_of_one_process(stage):
     expected, errors = gradients_of_one_process()

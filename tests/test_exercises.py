@@ -378,17 +378,19 @@ def test_a_factor_in_a_kernel_is_no_matter_of_ranks_and_micro_batches():
     assert "Candidates: ranks, micro-batches, an average" in found[1]
 
 
-def test_where_no_mistake_is_known_the_hint_says_what_the_test_asks_of_the_exercise():
-    for chapter in real().chapters.values():
-        for script in chapter.scripts:
-            for claim in script.claims:
-                row = checking.Row(claim.exercise, "", "", detail="w: 3, but should be 2")
-                graded = [test for test in chapter.tests(claim.exercise) if f"::{claim.test}[" in f"{test}["]
-                assert graded, f"{script.name}: {claim.test} does not grade {claim.exercise}"
-                hint = checking.general_hint(chapter, script, row, graded[0])
-                assert hint.startswith(f"{claim.hint} Read exercise {claim.exercise} in "), hint
-                first = next(c.hint for c in script.claims if c.exercise == claim.exercise)
-                assert checking.general_hint(chapter, script, row, "test_x.py::test_other").startswith(first)
+@pytest.mark.always("02_data_parallel")
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_where_no_mistake_is_known_the_hint_says_what_the_test_asks_of_the_exercise(folder):
+    chapter = real().chapters[folder]
+    for script in chapter.scripts:
+        for claim in script.claims:
+            row = checking.Row(claim.exercise, "", "", detail="w: 3, but should be 2")
+            graded = [test for test in chapter.tests(claim.exercise) if f"::{claim.test}[" in f"{test}["]
+            assert graded, f"{script.name}: {claim.test} does not grade {claim.exercise}"
+            hint = checking.general_hint(chapter, script, row, graded[0])
+            assert hint.startswith(f"{claim.hint} Read exercise {claim.exercise} in "), hint
+            first = next(c.hint for c in script.claims if c.exercise == claim.exercise)
+            assert checking.general_hint(chapter, script, row, "test_x.py::test_other").startswith(first)
 
 
 def test_a_symptom_does_not_depend_on_the_hour():

@@ -314,6 +314,7 @@ def gone(pid):
     return True
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("together", [False, True])
 def test_a_step_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, together):
     hangs = ["bash", "-c", f"sleep 600 & echo $! > {tmp_path / 'pid'}; wait"]

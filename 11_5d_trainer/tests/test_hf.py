@@ -170,7 +170,7 @@ IMPORTS = [  # of a Llama without a tie: test_sizes.py, for five steps
 ]
 
 
-@pytest.mark.always("mixtral-4---ep 2 --tp 2")
+@pytest.mark.prove
 @pytest.mark.parametrize(("kind", "ranks", "layout"), IMPORTS, ids=lambda value: str(value))
 def test_a_run_from_a_hugging_face_folder_starts_with_the_losses_of_transformers(kind, ranks, layout, text, tmp_path):
     folder = new_model(tmp_path / "model", "mixtral" if kind == "mixtral" else "llama", tied=kind == "tied")

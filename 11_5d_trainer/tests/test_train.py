@@ -187,6 +187,7 @@ def test_clipped_adamw_steps_in_any_layout_give_the_losses_and_norms_of_one_rank
         assert_same(f64(many[step]), f64(one[step]), 1e-9, f"loss and norm of step {step}")
 
 
+@pytest.mark.always("--pp 2")
 @pytest.mark.parametrize("layout", ["", "--pp 2"])
 def test_a_run_that_is_validated_after_every_step_trains_as_one_that_is_not(layout, text, tmp_path):
     """What a layer notes for the end of a step, as how many tokens came to each expert, is noted of training alone."""
