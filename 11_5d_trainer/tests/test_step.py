@@ -18,6 +18,7 @@ import options
 import pytest
 import step as step_module
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import train
 from accounting import step_flops
@@ -335,6 +336,20 @@ COMPUTED = {  # 1 micro-batch in 2 layers on two data ranks, 2 in 1 layer on two
 def test_layers_are_recomputed_compiled_and_in_fp8_as_asked(text):
     for found in run_ranks(2, computed_by, [*COMPUTED], text):
         assert dict(zip(COMPUTED, found, strict=True)) == COMPUTED
+
+
+def described(words):
+    plan = train.prepare(words, dist.get_world_size())
+    return train.describe(plan, make_trainer(plan.config, plan.model, torch.device("cpu"))), plan.config.seq_len
+
+
+def test_what_is_said_of_a_run_is_its_batch_its_tokens_and_its_parameters(text):
+    [said, seq_len], _ = run_ranks(2, described, arguments(text, seq_len=12))
+    numbers = {what: int(n.replace(",", "")) for n, what in re.findall(r"([\d,]+) (dp =|[\w-]+(?: tokens)?)", said)}
+    samples = numbers["micro-batch"] * numbers["accumulation"] * numbers["dp ="]
+    assert numbers["samples"] == samples == 8 and numbers["tokens"] == samples * seq_len, said
+    assert numbers["training tokens"] == math.ceil(0.9 * Path(text).stat().st_size), said
+    assert numbers["parameters"] == sum(p.numel() for p in model.alone(options.PRESETS["tiny"]).parameters()), said
 
 
 def dtypes_of_new_memory(words):
