@@ -180,8 +180,8 @@ FIXED = [Layout(1), Layout(1, experts=0), Layout(1, experts=1), Layout(2), Layou
 FIXED += [Layout(2, **{axis: 2}) for axis in AXES] + [Layout(4, cp=4), Layout(4, ep=4), Layout(3, pp=3)]
 FIXED += [Layout(3, pp=3, micro_batches=1)]  # a middle stage without a steady state
 FIXED += [Layout(3, cp=3), Layout(2, tp=2, experts=0), Layout(2, cp=2, experts=0)]
-PAIRS = [Layout(4, tp=2, ep=2), Layout(4, pp=2, cp=2), Layout(4, cp=2, tp=2)]
-FIXED += [Layout(4, **dict.fromkeys(pair, 2)) for pair in (("pp", "tp"), ("pp", "ep"), ("cp", "ep"))]
+PAIRS = [Layout(4, tp=2, ep=2), Layout(4, cp=2, tp=2)]
+FIXED += [Layout(4, **dict.fromkeys(pair, 2)) for pair in (("pp", "cp"), ("pp", "tp"), ("pp", "ep"), ("cp", "ep"))]
 FIXED += [Layout(4, **{axis: 2}) for axis in AXES]  # with dp
 FIXED += [Layout(4, tp=2, cp=2, experts=0), Layout(4, tp=2, pp=2, experts=0)]
 FIXED += [Layout(8, pp=2, cp=2, tp=2, ep=2), Layout(8, cp=2, tp=2, ep=4), Layout(8, micro_batches=1)]
