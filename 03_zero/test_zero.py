@@ -1,14 +1,13 @@
 """The core file of ZeRO against a model written a second time, against in_depth, and against the harness's meters."""
 
 import contextlib
-import functools
 import gc
 import io
 import math
 import sys
 import time
 import weakref
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -122,7 +121,7 @@ def train(
     group = group or dist.group.WORLD
     dp, rank, trace = dist.get_world_size(group), dist.get_rank(group), Trace()
     sharded = STAGES[stage](build_layers(), group, **options_of(prefetch))
-    sharded.forward = functools.partial(forward_with_nothing_in_flight, sharded, sharded.forward)
+    sharded.forward = partial(forward_with_nothing_in_flight, sharded, sharded.forward)
     shards = shards_of(sharded)
     optimizer = optimizer(shards, **({"lr": 0.1} | options))
     for step in range(first, first + 3):

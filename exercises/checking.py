@@ -571,9 +571,11 @@ def confirm(
     asked = []
     for script in chapter.scripts:
         mine = {number: body for number, body in bodies.items() if number in script.fences}
+        if not mine:
+            continue
         if len(mine) > 1:
             asked.append(ask(_together, course, chapter, script, mine, warnings))
-        asked += [ask(_beside, course, chapter, script, mine, each) for each in controls(chapter, script, mine) if mine]
+        asked += [ask(_beside, course, chapter, script, mine, mistake) for mistake in controls(chapter, script, mine)]
     reasons = (answer.result() for answer in asked)
     return next(filter(None, reasons), "")
 

@@ -66,8 +66,9 @@ class Module:
                 self.parts["*"].append(node)
                 for target in (t for t in ast.walk(node) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)):
                     self.parts.setdefault(target.id, []).append(node)
-        inside = re.search(rb"^ +(from|import) ", text, re.MULTILINE)  # of a function
-        for node in [inner for nodes in self.parts.values() for part in nodes for inner in ast.walk(part) if inside]:
+        inside = re.search(rb"^ +(from|import) ", text, re.MULTILINE)  # of a function; most modules have none
+        parts = [part for nodes in self.parts.values() for part in nodes] if inside else []
+        for node in [inner for part in parts for inner in ast.walk(part)]:
             if isinstance(node, ast.ImportFrom):
                 self.imports |= {a.asname or a.name: (node.module or "", a.name) for a in node.names}
             elif isinstance(node, ast.Import):

@@ -504,9 +504,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
                 wrong += [f"{u} chunks, rank {r}: {w} {a:,}, predicted {b:,}" for w, a, b in numbers if a != b]
             if group.rank() == 0:
                 line = " ".join(f"{number:10,}" for _, *both in counted for number in both)
-                print(
-                    f"{u:6} {keep:>10} {max((off for off, _ in found), key=lambda e: (e != e, e)):8.1e}          {line}"
-                )
+                largest = max((off for off, _ in found), key=lambda e: (e != e, e))  # a NaN counts as the largest
+                print(f"{u:6} {keep:>10} {largest:8.1e}          {line}")
     return wrong
 
 
