@@ -475,7 +475,7 @@ def test_of_a_traceback_in_a_message_the_last_line_is_told():
 @pytest.mark.prove
 def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone():
     first = "test_zero_memory.py::test_the_demos_counter_of_bytes_agrees_with_the_harness"  # without harness.reference
-    then = "test_zero_stages.py::test_the_ranks_together_own_each_element_once_and_no_padding[1]"  # which imports it
+    then = "test_zero_stages.py::test_the_ranks_together_own_each_element_once_and_no_padding"  # which imports it
     with Judge(real().files) as judge:
         for test in (first, then):
             outcome = judge.run({}, [f"03_zero/in_depth/{test}"])

@@ -1,7 +1,8 @@
 """The tests are tested: every listed mistake, planted in a copy of the repository, turns its named test red.
 
-`make test` plants the first mistake of every sixth core file, and `make prove` all. A mistake that was caught before,
-with everything that decides it as it is now, is known to be caught and is planted again only with `make prove FRESH=1`.
+`make test` plants the first mistake of every sixth core file, and `make prove` all, and other right solutions. A mistake
+that was caught before, with everything that decides it as it is now, is known to be caught and is planted again only with
+`make prove FRESH=1`; so are right solutions that passed.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from harness import fences
 from harness.layout import CHAPTERS, ROOT, TRAINER, scripts
-from harness.mutations import all_mistakes, digest, known, mistakes_of, remember
+from harness.mutations import all_mistakes, digest, known, mistakes_of, remember, verdict_of
 
 sys.path.insert(0, str(ROOT / "exercises"))
 from checking import Course, same_symptom, symptom
@@ -48,7 +49,7 @@ def judge(course):
 
 @pytest.fixture(scope="module")
 def caught(request):
-    """The digests of the mistakes that need not be planted again."""
+    """The digests of the mistakes and right solutions that need not be planted again."""
     return set() if request.config.getoption("--fresh") else known()
 
 
@@ -134,11 +135,16 @@ def test_every_mistake_can_be_planted(folder, listed):
 @pytest.mark.parametrize(
     "folder", [pytest.param(f.name, marks=pytest.mark.chapter(f.name[:2])) for f in [*CHAPTERS, TRAINER]]
 )
-def test_right_solutions_that_are_written_differently_pass(folder, course, judge):
+def test_right_solutions_that_are_written_differently_pass(folder, course, judge, caught):
     chapter = course.chapters[folder]
     for script in chapter.scripts:
         for other in script.alternatives:
             text = fences.splice(script.text, {other.exercise: other.body.strip("\n")})
+            tests = [course.test_path(chapter, test) for test in chapter.tests(other.exercise)]
+            verdict = verdict_of(script.path, text, tests, other.exercise)
+            if verdict in caught:
+                continue
             outcome = course.graded(judge, chapter, other.exercise, {script.path: text})
             red = [(result.test, result.message) for result in outcome.results if not result.passed]
             assert outcome.results and not red and not outcome.ended, f"{other.exercise}, {other.why}: {red} {outcome}"
+            remember(verdict)

@@ -7,8 +7,8 @@ are chosen. The same file has other correct solutions of exercises, its alternat
 
 Planting all of them takes long, and usually nothing has changed. So a cache, .pytest_cache/verdicts, has a
 digest of all that decided a verdict: the script with the mistake in it, the test file, and every file that
-these import. Comments, docstrings and layout do not count. The cache may be deleted at any time: no test
-fails because a verdict is missing, and `make prove` plants what is not in the cache.
+these import. Comments, docstrings and layout do not count. The same for alternatives that pass. The cache may
+be deleted at any time: no test fails because a verdict is missing, and `make prove` plants what is not in it.
 """
 
 import ast
@@ -184,10 +184,15 @@ def all_mistakes() -> list[Mistake]:
 
 def digest(mistake: Mistake) -> str:
     """16 hex digits that change with anything that decides whether the mistake is caught, and how it shows."""
-    script = ROOT / mistake.script
-    words = [mistake.exercise, mistake.test, mistake.symptom, meaning(mistake.planted(script.read_text()), script)]
-    words += _digests_of((mistake.script, mistake.test.partition("::")[0]))
-    return _sha("\0".join(words))
+    text = mistake.planted((ROOT / mistake.script).read_text())
+    return verdict_of(mistake.script, text, [mistake.test], mistake.exercise, mistake.symptom)
+
+
+def verdict_of(script: str, text: str, tests: Iterable[str], *words: str) -> str:
+    """16 hex digits that change with anything that decides how these tests end with this text of the script."""
+    tests = sorted(tests)
+    decided = _digests_of((script, *dict.fromkeys(test.partition("::")[0] for test in tests)))
+    return _sha("\0".join([*words, *tests, meaning(text, ROOT / script), *decided]))
 
 
 def known(file: Path = VERDICTS) -> set[str]:
