@@ -886,7 +886,8 @@ def run_to_its_end(plan: Plan, run: Path, stop: Stop) -> int:
 def waited_for_another_rank(error: RuntimeError) -> None:
     """Print, on one of the ranks that timed out, which ranks did not: these are stuck or dead.
 
-    Every rank that waits for them reaches its timeout and notes that in the store of the process group.
+    Every rank that waits for them reaches its timeout and notes that in the store of the process group. One that
+    waits for this rank only may note it too late, and is named with them.
     """
     here = Path(__file__).parent
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == here]

@@ -54,8 +54,8 @@ def test_a_call_passes_on_the_stand_in_gpu_and_leaves_what_goals_and_readmes_loo
     sections = gpu.CALLS.get(call, (call,))
     steps = [step for entry in record["sections"] if entry["name"] in sections for step in entry["steps"]]
     assert {step["step"] for step in steps if step["status"] != "passed"} <= {"failed"}, "of which there are none"
-    assert any(step.get("clocks") == "1700 MHz, 650 W" for step in steps)
     measured = {Path(step["step"]).stem for step in steps if step["results"]}
+    assert not measured or any(step.get("clocks") == "1700 MHz, 650 W" for step in steps)
     assert {name for name, (section, *_) in gpu.BENCHMARKS.items() if section in sections} <= measured
     with tarfile.open(dry_folder / f"{call if call in gpu.CALLS else 'sections'}.tar.gz") as archive:
         assert {"dry.json", "clocks.csv"} < set(archive.getnames())

@@ -23,6 +23,9 @@ from sandbox import Judge, Limits
 CORE = [file for folder in CHAPTERS for file in sorted(folder.glob("*.*")) if file.suffix in (".py", ".cu")]
 HARNESS = [ROOT / "tests" / "harness" / f"{name}.py" for name in ("ranks", "meter", "report", "mutations", "figures")]
 
+# What a loaded machine may report first, because the rank at fault is slower than those that wait for it.
+ON_ANOTHER_RANK = "were still running after|gloo/transport/.*Connection (reset|closed) by peer"
+
 
 def chosen():
     """The mistakes to plant in this run, each with the chapter it is about."""
@@ -88,6 +91,8 @@ def test_the_mistake_is_caught_by_the_named_test(mistake, judge, caught):
     assert not wrong_reason, red[0].message
     said = symptom(red[0].message)
     if mistake.symptom and not same_symptom(said, mistake.symptom):
+        if re.search(ON_ANOTHER_RANK, said):
+            return  # caught, and not remembered: with more time the rank at fault would have spoken
         text = f"symptom = {json.dumps(said, ensure_ascii=False)}"
         pytest.fail(f"{mistake.script}, {mistake.name}: write {text}, or none if it varies", pytrace=False)
     remember(verdict)

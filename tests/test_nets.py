@@ -570,6 +570,15 @@ def test_every_model_and_loss_is_the_same_in_evaluation_and_under_autocast():
         assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("name", ["data_parallel", "zero", "mixed_precision"])
+def test_the_losses_of_tokens_in_bf16_are_added_up_in_fp32(name):
+    logits = torch.randn(2, 300, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.arange(600).view(2, 300) % 7
+    loss = importlib.import_module(name).loss_sum(logits, labels)
+    want = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
+    assert loss.dtype == torch.float32 and abs(loss - want) <= 1e-6 * want, f"dtypes in sums: {loss}, not {want}"
+
+
 def every_router():
     """Which layers send a token in bf16 to other experts than float64 of the same inputs does."""
     import expert_parallel

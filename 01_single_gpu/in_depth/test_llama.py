@@ -328,6 +328,8 @@ def test_functions_that_stand_for_several_give_the_loss_and_every_gradient_of_th
         ys = llama.linears_of_one_input(x, [weights[0], frozen])
         assert [y.dtype for y in ys] == [torch.bfloat16] * 2
         assert torch.equal(ys[1], F.linear(x, frozen))
+        [exact] = llama.linears_of_one_input(x.detach().double(), [frozen.double()])
+        assert exact.dtype == torch.float64, "autocast leaves float64 alone"
     sum(y.float().sum() for y in ys).backward()
     assert x.grad.dtype == weights[0].grad.dtype == torch.float32 and weights[1].grad is None
 
