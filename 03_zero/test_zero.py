@@ -571,31 +571,6 @@ def test_a_bad_option_is_one_line_and_exit_code_2(options, words):
     assert all(word in said for word in words), said
 
 
-def start_on_gpus(monkeypatch, ranks: int) -> dict:
-    """What main does on a machine that seems to have two GPUs, up to the start of the process group."""
-    calls = {}
-    monkeypatch.setattr(sys, "argv", ["zero.py"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.update(device=device))
-    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: calls.update(k, backend=a[0]) or sys.exit(7))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit) as end:
-        main()
-    return calls | {"exit": end.value.code}
-
-
-def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
-    assert start_on_gpus(monkeypatch, 4) == {"exit": 2}
-    assert capsys.readouterr() == ("", "zero.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n")
-
-
-def test_a_rank_selects_its_gpu_and_waits_a_minute_for_others(monkeypatch):
-    calls = start_on_gpus(monkeypatch, 2)
-    assert (calls["exit"], calls["device"], calls["backend"]) == (7, 1, "nccl")
-    assert calls["timeout"].total_seconds() == 60
-
-
 @pytest.mark.prove
 def test_every_option_changes_what_is_printed():
     default = run_ranks(2, run_main)[0][1]

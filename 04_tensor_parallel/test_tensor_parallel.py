@@ -618,30 +618,6 @@ def test_a_bad_option_is_one_line_and_exit_code_2(argv, ranks, message, monkeypa
     assert message in err and err.startswith("tensor_parallel.py: ") and err.count("\n") == 1, err
 
 
-def test_a_rank_has_its_own_gpu_and_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
-    started = []
-
-    def start(backend: str, **options) -> None:
-        started.append(backend)
-        sys.exit()
-
-    monkeypatch.setattr(sys, "argv", ["tensor_parallel.py"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: started.append(f"GPU {index}"))
-    monkeypatch.setattr(dist, "init_process_group", start)
-    with pytest.raises(SystemExit) as end:
-        tensor_parallel.main()
-    out, err = capsys.readouterr()
-    assert (end.value.code, out) == (2, "")
-    assert err == "tensor_parallel.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n" and started == []
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit):
-        tensor_parallel.main()
-    assert started == ["GPU 1", "nccl"]
-
-
 def ids_out_of_range() -> None:
     tp = TPContext(dist.group.WORLD, False)
     params, (tokens, labels) = shard_params(full_params(SMALL), SMALL, tp), get_batch(0, SMALL)

@@ -675,3 +675,31 @@ def test_windows_reach_the_end_of_a_text_and_no_further(monkeypatch):
         ends[name] = max(ends.get(name, 0), int(tokens.max()))
     short = {name: end for name, end in ends.items() if end < len(text) - 8}
     assert not short, f"borders: the last tokens of the text are never seen, of {len(text)}: {short}"
+
+
+# ------------------------------------------------------------------------------------------------------------ starting
+
+CORE = ["data_parallel", "zero", "tensor_parallel", "ring_attention", "ulysses", "pipeline_parallel"]
+CORE += ["expert_parallel", "fpdt", "mixed_precision", "five_d"]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_a_rank_starts_nccl_on_the_gpu_of_its_local_rank_and_no_more_ranks_start_than_gpus(name, monkeypatch, capsys):
+    main, calls = importlib.import_module(name).main, {}
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.update(device=getattr(device, "index", device)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: calls.update(k, backend=a[0]) or sys.exit(7))
+    for key, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(key, str(value))
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr() == ("", f"{name}.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n")
+    assert not calls
+    monkeypatch.setenv("RANK", "3")  # the second of two on the second node
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="7"):
+        main()
+    assert (calls["backend"], calls["device"]) == ("nccl", 1)
+    assert calls["timeout"].total_seconds() == 60

@@ -51,13 +51,13 @@ LAYOUTS = [
     (4, "--experts 4 --ep 2 --dispatch fixed --capacity 1.0"),
     (4, "--experts 4 --ep 2 --zero 2 --cp 2 --cp-kind ring"),
     (3, "--cp 3 --cp-kind ulysses --seq-len 18 --global-batch 6"),  # 2 K/V heads on 3 ranks: 1, 2 and 1 of them
-    (2, "--zero 2 --zero-offload --precision bf16-master --reduce-dtype fp32 --accumulate-dtype fp32"),
+    (2, "--zero 2 --zero-offload --precision bf16-master --accumulate-dtype fp32"),
     (4, "--zero 2 --zero-offload --tp 2"),
     (2, "--zero 1 --zero-late-gather"),
     (4, "--zero 3 --zero-shards 2"),
     (4, "--zero 1 --zero-shards 2 --cp 2 --cp-kind zigzag"),
     (2, "--zero 1 --precision bf16-master --accumulate-dtype fp32"),
-    (2, "--zero 2 --precision bf16-master --accumulate-dtype fp32"),
+    (2, "--zero 2 --precision bf16-master --reduce-dtype fp32 --accumulate-dtype fp32"),
     (2, "--tp 2 --sequence-parallel --tp-overlap"),
     (4, "--pp 2 --schedule zb-h1 --tp 2 --tp-overlap"),
     (2, "--tp 2 --sequence-parallel --tp-overlap domino"),
@@ -85,7 +85,7 @@ def one_step(words, sizes):
 
 @pytest.mark.always(
     "4---experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1",
-    "2---zero 2 --zero-offload --precision bf16-master --reduce-dtype fp32 --accumulate-dtype fp32",
+    "2---zero 2 --zero-offload --precision bf16-master --accumulate-dtype fp32",
 )
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layout, text):
