@@ -357,7 +357,7 @@ def watched_mlp(what: str, sequence: bool) -> tuple[Tensor, Tensor, list[Tensor]
     elif what == "hook that changes":
         gate.register_forward_hook(lambda layer, args, y: y + 1)
     elif what == "hook before":
-        gate.register_forward_pre_hook(lambda layer, args: (2 * args[0],))
+        gate.register_forward_pre_hook(lambda layer, args: (2 * args[0], *args[1:]))
     elif what == "hook in backward":
         gate.register_full_backward_hook(lambda layer, dx, dy: (3 * dx[0],))
     elif what == "replaced":

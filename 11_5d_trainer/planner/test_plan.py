@@ -318,6 +318,15 @@ def test_no_single_change_of_the_best_layout_that_fits_is_faster():
     assert "ZeRO stage 3 alone" in others and "data parallel alone" not in others, "bf16-master goes with ZeRO"
 
 
+def test_a_branch_is_too_slow_only_if_it_is_slower_than_the_slowest_layout_that_is_kept():
+    timed = plan_search.Timed(task(), 2, 1.0)  # it keeps 12
+    for number in range(30):
+        seconds = 1 + 7 * number % 30
+        timed.add(seconds, number, Layout())
+        slowest = sorted(1 + 7 * n % 30 for n in range(number + 1))[11] if number >= 11 else 99
+        assert not timed.too_slow(slowest) and timed.too_slow(slowest + 1) == (number >= 11)
+
+
 @pytest.mark.parametrize("given", [task(nodes=2, batch=128), task(cluster="a100-dgx", nodes=1, batch=1, seq=2**21)])
 def test_every_layout_is_counted_once_as_timed_or_with_the_reason_why_not(given):
     found = search(given)
