@@ -146,7 +146,7 @@ def test_right_solutions_that_are_written_differently_pass(folder, course, judge
         for other in script.alternatives:
             text = fences.splice(script.text, {other.exercise: other.body.strip("\n")})
             tests = [course.test_path(chapter, test) for test in chapter.tests(other.exercise)]
-            verdict = verdict_of(script.path, text, tests, other.exercise)
+            verdict = verdict_of(script.path, text, tests, other.exercise, *sorted(tests))
             if verdict in caught:
                 continue
             outcome = course.graded(judge, chapter, other.exercise, {script.path: text})

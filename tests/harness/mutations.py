@@ -185,14 +185,13 @@ def all_mistakes() -> list[Mistake]:
 def digest(mistake: Mistake) -> str:
     """16 hex digits that change with anything that decides whether the mistake is caught, and how it shows."""
     text = mistake.planted((ROOT / mistake.script).read_text())
-    return verdict_of(mistake.script, text, [mistake.test], mistake.exercise, mistake.symptom)
+    return verdict_of(mistake.script, text, [mistake.test], mistake.exercise, mistake.test, mistake.symptom)
 
 
 def verdict_of(script: str, text: str, tests: Iterable[str], *words: str) -> str:
-    """16 hex digits that change with anything that decides how these tests end with this text of the script."""
-    tests = sorted(tests)
+    """16 hex digits that change with these words and anything that decides how the tests end with this text."""
     decided = _digests_of((script, *dict.fromkeys(test.partition("::")[0] for test in tests)))
-    return _sha("\0".join([*words, *tests, meaning(text, ROOT / script), *decided]))
+    return _sha("\0".join([*words, meaning(text, ROOT / script), *decided]))
 
 
 def known(file: Path = VERDICTS) -> set[str]:
