@@ -1,8 +1,8 @@
 """The tests are tested: every listed mistake, planted in a copy of the repository, turns its named test red.
 
-`make test` plants the first mistake of every sixth core file, and `make prove` all, and other right solutions. A mistake
-that was caught before, with everything that decides it as it is now, is known to be caught and is planted again only
-with `make prove FRESH=1`; so are right solutions that passed.
+`make test` plants the first mistake of every sixth core file, `make prove` all of them, and other right solutions. What
+was caught before, or passed, with everything that decides it as it is now, is tried again only with `make prove
+FRESH=1`.
 """
 
 import json
