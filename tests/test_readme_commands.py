@@ -165,15 +165,17 @@ def home(readme: Path, script: str) -> Path:
 
 @cache
 def repeated() -> list[tuple[Block, Command]]:
-    """Commands that an earlier block has with the same script."""
+    """Commands that run in an earlier block, with the same script."""
     seen, again = set(), []
     for block in blocks():
-        for command in block.commands:
+        here = set()
+        for command in (c for c in block.commands if not c.reason):
             script = re.search(r"[\w./]+\.(py|cu)\b", command.run)
             meant = (home(block.readme, script[0]) / script[0]).resolve() if script else ROOT
             key = meant, command.run.replace(script[0], "") if script else command.run
             again += [(block, command)] * (key in seen)
-            seen.add(key)
+            here.add(key)
+        seen |= here
     return again
 
 
