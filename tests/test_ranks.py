@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ranks
+from harness import ranks, warm_python
 from harness.programs import run_script
 from harness.ranks import RankFailure, run_ranks
 
@@ -376,3 +376,53 @@ def test_a_script_runs_as_python_would_run_it_and_finds_only_what_lies_beside_it
         run_script(script, timeout=0.5)
     pids = [int(word) for word in late.value.stdout.split()]
     assert within(20, lambda: not any(map(alive, pids)))
+
+
+# ------------------------------------------------------------------------------------------------------- warm_python
+
+
+WARM = """
+import os, signal, subprocess, sys
+import torch.multiprocessing
+if __name__ == "__main__":
+    if sys.argv[1:] == ["wait"]:
+        print(os.getpid(), flush=True)
+        signal.pause()
+    torch.multiprocessing.spawn(print, ("rank", sys.executable), nprocs=2)
+    print(sys.argv, os.environ["WORD"], os.getcwd(), sys.stdin.read(), sys.path[0])
+    subprocess.run([sys.executable, "-c", "import sys; print(sys.argv)", "9"])
+    os.kill(os.getpid(), signal.SIGSEGV) if "killed" in sys.argv else sys.exit("the end")
+"""
+
+
+@pytest.mark.prove
+def test_a_warm_python_runs_and_ends_as_python_does(tmp_path):
+    (tmp_path / "s.py").write_text(WARM)
+    said = {}
+    for python in (sys.executable, f"{warm_python.folder()}/python"):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        environment |= {"OMP_NUM_THREADS": "1", "WORD": "w", "PYTHONUNBUFFERED": "1"}
+        given = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "input": "in"}
+        ends = [subprocess.run([python, "s.py", *words], **given) for words in (["a b"], ["killed"])]
+        said[python] = [
+            (end.returncode, sorted(end.stdout.replace(python, "PYTHON").splitlines()), end.stderr) for end in ends
+        ]
+    real, warm = said.values()
+    assert real == warm and [end[0] for end in warm] == [1, -signal.SIGSEGV]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_warm_python_that_is_killed_leaves_nothing_running(how, tmp_path):
+    (tmp_path / "s.py").write_text(WARM)
+    words = [f"{warm_python.folder()}/python", "s.py", "wait"]
+    client = subprocess.Popen(words, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+    fork = int(client.stdout.readline())
+    assert fork != client.pid
+    client.send_signal(how)
+    assert client.wait() == -how
+    deadline = time.monotonic() + 10 * ranks._pool.unit
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(fork, 0)
+            time.sleep(0.01)

@@ -8,8 +8,9 @@ block, which a reader of the page does not see:
     <!-- ends with 2: `--tp 3` -->                       the exit code that the text promises; otherwise it is 0
     <!-- first: `mkdir mine` -->                         what a reader has already, and a fresh copy has not
 
-A block runs from top to bottom in a copy of the repository of its own. Commands in backquotes in the text are read too,
-and not run.
+A block runs from top to bottom in a copy of the repository of its own: its first command as a reader starts it, the
+others with a Python that has imported torch already (harness/warm_python.py). Commands in backquotes in the text are
+read too, and not run.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from pathlib import Path
 
 import pytest
 from harness import ranks as ranks_
+from harness import warm_python
 from harness.layout import ROOT
 from harness.ranks import run_ranks
 
@@ -366,12 +368,15 @@ def test_a_command_without_a_class_is_named():
 # ------------------------------------------------------------------------------------------------------ run as printed
 
 
-def ends(command: str, folder: Path, timeout: float = 900) -> tuple[int, str]:
-    """Exit code and what was said. At the end nothing of it is left running."""
+def ends(command: str, folder: Path, timeout: float = 900, first: str = "") -> tuple[int, str]:
+    """Exit code and what was said. At the end nothing of it is left running. `first` is searched for programs first."""
     bin_ = f"{folder}/.venv/bin" if (folder / ".venv").exists() else str(Path(sys.executable).parent)
     kept = {k: v for k, v in surroundings().items() if k not in ("PYTHONPATH", "PROVE", "FRESH_MODULES", "RANKS_UNIT")}
     environment = {k: v for k, v in kept.items() if not k.startswith(("PYTEST", "COV"))}
-    environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{bin_}:{os.environ['PATH']}"}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{first or bin_}:{Path(sys.executable).parent}:{bin_}:{os.environ['PATH']}",
+    }
     environment |= {"PYTHONDONTWRITEBYTECODE": ""}  # ranks and later commands find what the first has compiled
     job = subprocess.Popen(
         ["bash", "-c", command],
@@ -420,9 +425,11 @@ def test_a_command_that_takes_too_long_leaves_no_rank_behind(tmp_path):
     ],
 )
 def test_a_block_of_commands_runs_as_printed_and_ends_as_its_readme_says(block, tmp_path):
-    copy = tmp_path / "copy"
+    copy, warm = tmp_path / "copy", ""
     shutil.copytree(ROOT, copy, ignore=NO_COPY, symlinks=True)
-    (copy / ".venv").symlink_to(sys.prefix)
+    (copy / ".venv" / "bin").mkdir(parents=True)
+    for file in [*set(Path(sys.prefix).iterdir()) - {Path(sys.prefix, "bin")}, *Path(sys.prefix, "bin").iterdir()]:
+        (copy / ".venv" / file.relative_to(sys.prefix)).symlink_to(file)
     for requirements in copy.glob("**/requirements.txt"):
         os.utime(requirements, (0, 0))  # older than what was installed: no network is needed
     for command in block.first:
@@ -435,5 +442,10 @@ def test_a_block_of_commands_runs_as_printed_and_ends_as_its_readme_says(block, 
         folder = copy if not script or made else copy / home(block.readme, script[0]).relative_to(ROOT)
         if shlex.split(command.run)[0] in ("nvcc", "g++") and not shutil.which(shlex.split(command.run)[0]):
             pytest.skip(reason=f"no {shlex.split(command.run)[0]} here")
-        code, said = ends(command.run, folder)
+        code, said = ends(command.run, folder, first=warm)
         assert code == command.code, f"{command.run}\nended with {code}:\n{said[-3000:]}"
+        if not warm:
+            warm = warm_python.folder()
+            for program in ("python", "python3", "torchrun"):  # those of `make`
+                (copy / ".venv" / "bin" / program).unlink(missing_ok=True)
+                (copy / ".venv" / "bin" / program).symlink_to(f"{warm}/{program}")
