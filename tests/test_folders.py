@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from harness import ranks as ranks_
+from harness import warm_python
 from harness.layout import CHAPTERS, HOMES, ROOT, TRAINER, chapter_of, files, homes, scripts
 from harness.module_cache import forget_modules
 from harness.mutations import all_mistakes, needed_by
@@ -225,7 +226,8 @@ def test_a_benchmark_verifies_first_and_writes_nothing_when_the_code_is_wrong(be
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
     (copy / mistake.script).write_text(mistake.planted((ROOT / mistake.script).read_text()))
-    done = run_script(copy / BENCHMARKS[bench].relative_to(ROOT), cwd=copy, timeout=180)
+    python = f"{warm_python.folder()}/python"
+    done = run_script(copy / BENCHMARKS[bench].relative_to(ROOT), cwd=copy, timeout=180, python=python)
     assert done.returncode != 0, done.stdout[-2000:]
     assert not list(copy.glob("results/*.json"))
 

@@ -420,7 +420,7 @@ def test_a_warm_python_that_is_killed_leaves_nothing_running(how, tmp_path):
     fork = int(client.stdout.readline())
     assert fork != client.pid
     client.send_signal(how)
-    assert client.wait() == -how
+    assert client.wait(10 * ranks._pool.unit) == -how
     deadline = time.monotonic() + 10 * ranks._pool.unit
     with pytest.raises(ProcessLookupError):
         while time.monotonic() < deadline:

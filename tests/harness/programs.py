@@ -31,16 +31,24 @@ from .module_cache import forget_modules
 
 
 def run_script(
-    script: str | Path, *options: str, cwd: str | Path | None = None, timeout: float = 120, **environment: str
+    script: str | Path,
+    *options: str,
+    cwd: str | Path | None = None,
+    timeout: float = 120,
+    python: str = sys.executable,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """TimeoutExpired if it takes longer than `timeout` seconds (of a quiet machine). What it started ends with it."""
+    """TimeoutExpired if it takes longer than `timeout` seconds (of a quiet machine). What it started ends with it.
+
+    `python` starts the ranks of torch.multiprocessing.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(ranks.PRELOAD)
     arguments = [str(script), *map(str, options)]
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
         where = str(cwd or Path(script).parent)
-        process = context.Process(target=_run, args=(arguments, where, variables, folder))
+        process = context.Process(target=_run, args=(arguments, where, variables, folder, python))
         process.start()
         try:
             process.join(timeout * ranks._pool.unit)
@@ -57,7 +65,7 @@ def run_script(
     return subprocess.CompletedProcess(arguments, process.exitcode or 0, out, err)
 
 
-def _run(arguments: list[str], where: str, environment: dict[str, str], folder: str) -> None:
+def _run(arguments: list[str], where: str, environment: dict[str, str], folder: str, python: str) -> None:
     """Runs in the new process. `multiprocessing` reports SystemExit or an exception as Python does."""
     os.setsid()  # its processes are a group, which can be ended as one
     threading.Thread(target=ranks._end_with_the_test_process, daemon=True).start()
@@ -71,6 +79,7 @@ def _run(arguments: list[str], where: str, environment: dict[str, str], folder: 
     installed = [path for path in sys.path if "-packages" in path or path.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [str(Path(arguments[0]).resolve().parent), *installed]
     sys.argv[:] = arguments
+    multiprocessing.set_executable(python)
     forget_modules(set())
     runpy.run_path(arguments[0], run_name="__main__")
 

@@ -14,10 +14,11 @@ way too.
     ends  <----------------------------------- exit code      ends
 
 It does not test the start of Python or the import of torch, and all forks have one seed of hashes. So whoever uses it
-starts something for real as well. Options of Python other than -u, -m and -c, other variables PYTHON... and other
+starts something for real as well. Options of Python other than -u, -B, -m and -c, other variables PYTHON... and other
 numbers of threads than one start the real Python.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -36,8 +37,11 @@ def client(address: str, python: str, me: str, words: list[str]) -> int:
     if os.path.basename(me) == "torchrun":
         words = ["-m", "torch.distributed.run", *words]
     odd = {name for name in os.environ if name.startswith("PYTHON")} - {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
-    first = words[1:2] if words[:1] == ["-u"] else words[:1]
-    known = first and (first[0] in ("-m", "-c") or not first[0].startswith("-"))
+    options = list(itertools.takewhile(lambda word: word in ("-u", "-B"), words))
+    for option in options:  # those that are variables too
+        os.environ[{"-u": "PYTHONUNBUFFERED", "-B": "PYTHONDONTWRITEBYTECODE"}[option]] = "1"
+    words = words[len(options) :]
+    known = words and (words[0] in ("-m", "-c") or not words[0].startswith("-"))
     if odd or not known or os.environ.get("OMP_NUM_THREADS") != "1":
         os.execv(python, [python, *words])
     files = [int(name) for name in os.listdir("/dev/fd")]
@@ -145,8 +149,7 @@ def run(files: list[int], numbers: list[int], me: str, words: list[str], environ
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    unbuffered = words[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED"))
-    words = words[1:] if words[0] == "-u" else words
+    unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     out, err = (os.fdopen(number, "wb", 0 if unbuffered else -1, closefd=False) for number in (1, 2))
     sys.stdout = io.TextIOWrapper(out, line_buffering=os.isatty(1), write_through=unbuffered)
