@@ -77,14 +77,17 @@ class Late(RecordingOffloader):
         self.stream_of, self.left = {}, {"h2d": [], "d2h": []}
 
     def start_copy(self, stream, dst, src, wait_for, name):
-        self.write_down(stream, name, src.nbytes, wait_for)
+        self.write_down(stream, name, src.nbytes)
+        for event in wait_for:
+            event.wait()
         self.stream_of[len(self.log)] = stream
         self.left[stream].append((len(self.log), dst, src, self.log[-1][3]))
         return self.record_event(stream)
 
     def wait_event(self, event, reader, name):
         super().wait_event(event, reader, name)
-        self.finish(event.last_op)
+        for op in self.log[-1][3]:
+            self.finish(op)
 
     def finish(self, op: int) -> None:
         left = self.left.get(self.stream_of.get(op, ""), [])
@@ -118,7 +121,7 @@ def log_of_reads(num_buffers: int, reader_streams: tuple) -> list[tuple]:
     for name in ("a", "b"):
         for i in range(6):
             offloader.offload(host_tensors, f"{name}{i}", torch.full((2,), float(i)))
-    offloader.write_down("compute", "earlier", 0, [])
+    offloader.write_down("compute", "earlier", 0)
     items = [[f"a{i}", f"b{i}"] for i in range(6)]
     for i, item in enumerate(offloader.prefetch_iter(host_tensors, items, "reader", reader_streams)):
         assert all(x.eq(i).all() for x in item), f"item {i} is {item}"
