@@ -66,6 +66,27 @@ def test_two_slices_of_the_world_match_reference():
     assert_matches_reference(run_ranks(4, errors, [(4, 2)], slices=True), [(4, 2)])
 
 
+def test_the_reference_is_the_model_written_out():
+    model = script.build_model(CPU)
+    w, tokens = dict(model.named_parameters()), torch.randint(script.VOCAB, [60])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}_proj.weight"].T
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * w[f"{name}_norm.weight"]
+
+    x = w["0.weight"][tokens] + w["1.weight"][:60]
+    for i in range(2, 2 + script.N_LAYERS):
+        q, k, v = (linear(norm(x, f"{i}.attn"), f"{i}.{name}").unflatten(1, (-1, script.HEAD_DIM)) for name in "qkv")
+        x = x + linear(dense_attention(q, k, v).flatten(1), f"{i}.o")
+        up = linear(norm(x, f"{i}.mlp"), f"{i}.up")
+        x = x + linear(up * torch.special.ndtr(up), f"{i}.down")
+    log_probs = (x @ w[f"{2 + script.N_LAYERS}.weight"].T).log_softmax(-1)
+    expected = -log_probs[:-1].gather(1, tokens[1:, None]).mean()
+    assert_same(script.reference_loss(model, tokens), expected, what="the loss")
+
+
 # ------------------------------------------------------------------------------------------------------ order in time
 
 
