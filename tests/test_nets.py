@@ -683,23 +683,32 @@ CORE = ["data_parallel", "zero", "tensor_parallel", "ring_attention", "ulysses",
 CORE += ["expert_parallel", "fpdt", "mixed_precision", "five_d"]
 
 
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}  # the second of the second node
+
+
 @pytest.mark.parametrize("name", CORE)
 def test_a_rank_starts_nccl_on_the_gpu_of_its_local_rank_and_no_more_ranks_start_than_gpus(name, monkeypatch, capsys):
     main, calls = importlib.import_module(name).main, {}
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.update(device=getattr(device, "index", device)))
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: calls.update(k, backend=a[0]) or sys.exit(7))
-    for key, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
-        monkeypatch.setenv(key, str(value))
-    with pytest.raises(SystemExit, match="2"):
-        main()
+
+    def start(gpus, **environment):
+        calls.clear()
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        for key in TORCHRUN:
+            monkeypatch.delenv(key, raising=False)
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(SystemExit) as end:
+            main()
+        started = {key: calls.get(key) for key in ("backend", "device", "rank", "world_size")}
+        return end.value.code, *started.values(), calls and calls["timeout"].total_seconds()
+
+    assert start(2, **TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "4"}) == (2, None, None, None, None, {})
     assert capsys.readouterr() == ("", f"{name}.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n")
-    assert not calls
-    monkeypatch.setenv("RANK", "3")  # the second of two on the second node
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="7"):
-        main()
-    assert (calls["backend"], calls["device"]) == ("nccl", 1)
-    assert calls["timeout"].total_seconds() == 60
+    assert start(2, **TORCHRUN) == (7, "nccl", 1, None, None, 60), "with torchrun"
+    assert start(0, **TORCHRUN) == (7, "gloo", None, None, None, 60), "without GPUs"
+    assert start(1) == (7, "nccl", 0, 0, 1, 60), "alone"
+    assert start(0) == (7, "gloo", None, 0, 1, 60), "alone, without GPUs"

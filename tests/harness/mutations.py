@@ -310,7 +310,8 @@ def _modules() -> dict[str, Path]:
 
 @cache
 def _near(file: Path) -> set[Path]:
-    """The repository's files that a file imports, and files beside it that it names in quotes."""
+    """The repository's files that a file imports, also by `import_module`, and files beside it that it names in quotes.
+    """
     text = file.read_text()
     names: set[str] = set()
     if file.suffix == ".py":
@@ -323,8 +324,11 @@ def _near(file: Path) -> set[Path]:
                 names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif type(node) is ast.ImportFrom:  # `from . import x` and `from .x import y`, inside the harness
                 names |= {f"harness.{alias.name}" for alias in node.names}
-        texts = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in alone)
-        text = "\n".join(f'"{node.value}"' for node in texts if isinstance(node.value, str))
+        constants = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in alone]
+        texts = [value for value in constants if isinstance(value, str)]
+        if any(isinstance(node, ast.Attribute) and node.attr == "import_module" for node in nodes):
+            names |= {*texts}
+        text = "\n".join(f'"{value}"' for value in texts)
     own = {"harness." + name for name in names if file.parent.name == "harness"}
     named = re.findall(r"[\"']([\w-]+\.(?:py|cu|h|sbatch))[\"']", text)
     quoted = {file.with_name(name) for name in named} | {header for header in shared_build() if header.name in named}
