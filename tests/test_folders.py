@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch.distributed as dist
@@ -73,7 +74,10 @@ def run_as_main(script, port):
     before, code, said = dict(os.environ), 0, io.StringIO()
     os.environ |= {name: str(value) for name, value in environment.items()}
     sys.argv, sys.path[0:0] = [script.name], [str(script.parent)]
-    alive = {"__name__": "__main__", "__file__": str(script)}  # as when an interpreter ends: still there
+    main, ours = ModuleType("__main__"), sys.modules["__main__"]
+    main.__file__ = str(script)
+    sys.modules["__main__"] = main  # where pickle looks for the script's classes
+    alive = vars(main)  # as when an interpreter ends: still there
     gc.disable()  # or a cycle that keeps a group would be noticed or not, as chance has it
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), contextlib.chdir(script.parent):
@@ -85,6 +89,7 @@ def run_as_main(script, port):
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ |= before
+    sys.modules["__main__"] = ours
     found = code, threads_of_groups(), said.getvalue()
     gc.enable()
     alive.clear()
@@ -175,20 +180,23 @@ def test_a_script_that_keeps_its_group_and_its_exit_code_are_noticed(tmp_path):
     assert all("ZeroDivisionError" in code for code, *_ in ends_on_ranks(script, 2))
 
 
-def of_all_floors():
-    """Every script but those that are launched above."""
-    for script in scripts():
-        if script not in [launched for launched, _ in LAUNCHED]:
-            yield pytest.param(script, marks=pytest.mark.chapter(script.relative_to(ROOT).parts[0][:2]), id=script.stem)
+GROUND = [script for script, _ in LAUNCHED]
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("script", list(of_all_floors()))
+@pytest.mark.always(*(script.stem for script in GROUND))
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=pytest.mark.chapter(script.relative_to(ROOT).parts[0][:2]), id=script.stem)
+        for script in [*GROUND, *(script for script in scripts() if script not in GROUND)]
+    ],
+)
 def test_a_script_copied_alone_passes_on_its_ranks_and_leaves_no_thread_of_a_group_behind(script, tmp_path):
     ends = ends_on_ranks(copied_alone(script, tmp_path), 1 if is_about_one_gpu(script) else 2)
     for rank, (code, alive, said) in enumerate(ends):
         assert code == 0, f"rank {rank}: {code}\n{said[-4000:]}"
         assert not alive, f"rank {rank} ends with a thread of a process group"
+        assert not said or rank == 0 or script not in GROUND, f"rank {rank} prints, not rank 0 alone: {said[-2000:]}"
     assert ends[0][2].strip().splitlines()[-1] == "PASS", ends[0][2][-2000:]
 
 
