@@ -26,7 +26,6 @@ from gradient_reducers import (
     VERSIONS,
     BucketedReducer,
     Decoder,
-    NaiveReducer,
     Reducer,
     broadcast_parameters,
     cut_into_buckets,
@@ -300,10 +299,8 @@ def test_leaving_an_inner_no_sync_does_not_end_the_outer_one():
 
 
 def ring_of_sends() -> tuple[dict, float, int]:
-    from collectives import all_reduce_ring
-
     model = decoder()
-    reducer = NaiveReducer(model, dist.group.WORLD, all_reduce=all_reduce_ring)
+    reducer = make_reducer(Namespace(version="naive", all_reduce="ring"), model, dist.group.WORLD)
     tokens, labels = make_batch(0, dist.get_world_size())[dist.get_rank()][1]
     loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
     with communication() as sent:
