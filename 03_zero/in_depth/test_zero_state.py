@@ -15,7 +15,7 @@ from harness.meter import communication, peak_memory
 from harness.programs import error_from, on_stand_in_gpus
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named
-from test_zero_stages import awkward, decoder, in_two_groups, mean_loss, whole_batch, with_momentum
+from test_zero_stages import AdamWInOneGo, awkward, decoder, in_two_groups, mean_loss, whole_batch, with_momentum
 from torch import Tensor, nn
 from zero3 import make_zero
 from zero_state import FullState, full_state_dict, gathered_states, load_buckets, load_full_state_dict, main, shard_of
@@ -92,12 +92,13 @@ def test_a_bf16_run_resumes_from_its_master_weights_bit_by_bit(stage):
     compare(resumed, straight, tol=0.0)
 
 
-def goes_on_in(then: torch.dtype | None, first: torch.dtype | None) -> list[float]:
+def goes_on_in(then: torch.dtype | None, first: torch.dtype | None, fused: bool) -> list[float]:
     """The counters after a step with masters of `first`, and, loaded, one with masters of `then`."""
+    options = {"fused": AdamWInOneGo()} if fused else {}
     saved: FullState = {}
     for master in (first, then):
         model = nn.ModuleList([nn.Linear(5, 5, dtype=torch.bfloat16), nn.Linear(5, 1)])
-        zero = make_zero(1, model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, master=master)
+        zero = make_zero(1, model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, master=master, **options)
         if saved:
             load_full_state_dict(zero, saved)
             for name, state in full_state_dict(zero)["optimizer"].items():
@@ -109,13 +110,14 @@ def goes_on_in(then: torch.dtype | None, first: torch.dtype | None) -> list[floa
         zero.step()
         saved = full_state_dict(zero)
     for name, p in model.named_parameters():
-        assert saved["optimizer"][name]["exp_avg"].dtype == (then or p.dtype)
+        assert saved["optimizer"][name]["exp_avg"].dtype == (torch.float32 if fused else then or p.dtype)
     return [state["step"].item() for state in saved["optimizer"].values()]
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("then", "first"), [(torch.float32,) * 2, (torch.float32, None), (None, torch.float32)])
-def test_weights_of_two_dtypes_go_on_with_their_masters_and_with_others(then, first):
-    assert run_ranks(3, goes_on_in, then, first) == [[2.0] * 4] * 3
+def test_weights_of_two_dtypes_go_on_with_their_masters_and_with_others(then, first, fused):
+    assert run_ranks(3, goes_on_in, then, first, fused) == [[2.0] * 4] * 3
 
 
 @cache

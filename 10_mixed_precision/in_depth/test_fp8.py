@@ -1,5 +1,6 @@
 """fp8 products: scales of every granularity, three products, shared amaxes, and what is refused."""
 
+import gc
 import sys
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ from fp8 import (
 from harness.meter import communication, saved_activations
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,6 +211,9 @@ def test_layers_of_one_x_quantise_it_once_and_give_what_each_gives_alone(name):
         linear.quantize = lambda tensor, role, *rest, f=plain, q=quantised: q.append(role) or f(tensor, role, *rest)
         a, ws = x.clone().requires_grad_(), [w.clone().requires_grad_() for w in weights]
         ys = linear.several(a, ws) if how == "together" else [linear(a, w) for w in ws]
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+        kept = sum(t.dtype.itemsize == 1 and t.shape == x.shape for t in tensors)
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
         found[how] = [y.detach() for y in ys] + [w.grad for w in ws], a.grad, quantised.count("x")
     (alone, dx_alone, three), (together, dx, once) = found.values()
@@ -217,6 +221,7 @@ def test_layers_of_one_x_quantise_it_once_and_give_what_each_gives_alone(name):
     assert_same(dx, dx_alone, 1e-6, "dx, a sum of three")
     assert three == (3 if RECIPES[name].history else 3 * once), f"x is quantised {once} times, not {three}"
     assert (once == three) == bool(RECIPES[name].history), "a layer with a history has to see x itself"
+    assert kept == (3 if RECIPES[name].history else 1), f"{kept} forms of x are kept for backward"
 
 
 def test_recomputation_gives_the_same_gradients():
