@@ -201,6 +201,13 @@ def test_a_second_backward_through_the_same_layer_has_its_own_gradient():
         dx.sum().backward()
 
 
+def forms_of(x):
+    """How many tensors of 8 bits there are in the shape of x."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    return sum(t.dtype.itemsize == 1 and t.shape == x.shape for t in tensors)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_layers_of_one_x_quantise_it_once_and_give_what_each_gives_alone(name):
     x, weights = random(96, 64), [random(n, 64, seed=n) for n in (48, 16, 32)]
@@ -210,10 +217,9 @@ def test_layers_of_one_x_quantise_it_once_and_give_what_each_gives_alone(name):
         plain = linear.quantize
         linear.quantize = lambda tensor, role, *rest, f=plain, q=quantised: q.append(role) or f(tensor, role, *rest)
         a, ws = x.clone().requires_grad_(), [w.clone().requires_grad_() for w in weights]
+        before = forms_of(x)
         ys = linear.several(a, ws) if how == "together" else [linear(a, w) for w in ws]
-        gc.collect()
-        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
-        kept = sum(t.dtype.itemsize == 1 and t.shape == x.shape for t in tensors)
+        kept = forms_of(x) - before
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
         found[how] = [y.detach() for y in ys] + [w.grad for w in ws], a.grad, quantised.count("x")
     (alone, dx_alone, three), (together, dx, once) = found.values()

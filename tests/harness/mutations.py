@@ -310,7 +310,7 @@ def _modules() -> dict[str, Path]:
 
 @cache
 def _near(file: Path) -> set[Path]:
-    """The repository's files that a file imports, also by `import_module`, and files beside it that it names in quotes."""
+    """The repository's files that a file imports, `import_module` included, and files beside it that it names."""
     text = file.read_text()
     names: set[str] = set()
     if file.suffix == ".py":
