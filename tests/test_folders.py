@@ -114,8 +114,8 @@ def is_about_one_gpu(script):
     return chapter_of(script).name[:2] in ("01", "09") and "init_process_group" not in script.read_text()
 
 
-# The core files with ranks as their READMEs say; the depth on ranks that need not import torch again. But what torch
-# imports late those ranks have imported already: that it keeps a group that is up by then, torchrun alone shows.
+# Core files start as their READMEs say, and like the depth on ranks that need not import torch again. Those ranks have
+# imported already what torch imports late: that it keeps a group that is up by then, torchrun alone shows.
 OF_RANKS = [s for s in SCRIPTS if s.parent.name != "in_depth" and "init_process_group(" in s.read_text()]
 LAUNCHED = [(SCRIPTS[0], "python"), *((script, "torchrun") for script in (*OF_RANKS, TRAINER / "five_d.py"))]
 
