@@ -26,7 +26,7 @@ from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication, storage_bytes
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named
-from harness.report import paired, write_result
+from harness.report import measured, paired, write_result
 from moe_layer import MoE, MoEConfig
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -289,7 +289,7 @@ def main() -> None:
         f"2 of {E} experts, {BUSY} tokens per rank, otherwise as in the table of seconds.",
     )
     results = Path(__file__).resolve().parents[1] / "results"
-    if all((results / f"07_ground_{name}.cpu.json").exists() for name in ("table", "timeline")):
+    if all(measured(f"07_ground_{name}", results) for name in ("table", "timeline")):
         figures()
 
 

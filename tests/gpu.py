@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.goals import overview
 from harness.layout import ROOT, chapter_of, files, find, scripts
-from harness.report import COMMIT, commit_of, contents_of, file_name, in_rows
+from harness.report import COMMIT, commit_of, contents_of, file_name, save
 
 PASSED = "passed"
 FAILED = "failed"
@@ -458,7 +458,7 @@ class Run:
         sections = self.record["sections"]
         taken = ROOT / "results" / self.path.name
         if not sections and taken.exists():
-            sections = json.loads(taken.read_text())["sections"]
+            sections = json.loads(taken.read_text()).get("sections", [])
         found: dict[str, str] = {}
         for section in sections:
             if section["name"] in CALLS["first"]:
@@ -467,16 +467,12 @@ class Run:
         return found
 
     def save(self) -> None:
-        part = self.path.with_suffix(".part")
-        part.write_text(in_rows(self.record))
-        part.replace(self.path)  # as a whole, or it stays as it was
+        save(self.record, self.path)
 
     def collect(self, folder: Path) -> list[dict[str, Any]]:
         """The results that a step has written so far. Those of a step that fails later count: each was verified."""
-        found = []
-        for file in sorted(folder.glob("*.json")):
-            with contextlib.suppress(json.JSONDecodeError):  # half written: the next look finds all of it
-                found.append(json.loads(file.read_text()))
+        files = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+        found = [result for file in files for result in file["results"].values()]
         known = self.record["results"]
         for result in found:
             if json.dumps(known.get(result["name"])) != json.dumps(result):

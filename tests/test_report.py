@@ -20,8 +20,10 @@ from harness.report import (
     fill,
     filled,
     in_rows,
+    measured,
     paired,
     ratio_of,
+    save,
     table,
     without_certificate,
     write_result,
@@ -59,7 +61,8 @@ def test_median_and_quartiles():
 
 
 def test_a_result_names_device_versions_and_commit(tmp_path):
-    record = json.loads(write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path).read_text())
+    write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path)
+    (record,) = measured("09_x", tmp_path)
     assert set(record["environment"]) >= {"device", "torch", "python", "commit", "date"}
     assert record["verified"] is True
     assert all(record["environment"].values())
@@ -75,9 +78,8 @@ HISTORY = (ROOT / ".git").exists() and git("rev-parse", "--is-shallow-repository
 
 
 def test_every_row_of_a_result_is_one_line_and_says_the_same(tmp_path):
-    text = write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path).read_text()
-    record = json.loads(text)
-    assert [json.loads(line.rstrip(",")) for line in text.splitlines() if line.startswith("  [")] == record["rows"]
+    write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path)
+    (record,) = measured("09_x", tmp_path)
     run = {"sections": [{"name": "x", "steps": []}], "results": {"09_x": record, "09_y": record | {"rows": []}}}
     text = in_rows(run)
     assert json.loads(text) == run
@@ -95,25 +97,26 @@ def test_every_result_has_a_birth_certificate():
 @pytest.mark.parametrize("lost", ["device", "torch", "python", "date", "commit", "verified"])
 def test_a_result_without_one_of_its_facts_is_noticed(lost, tmp_path):
     path = write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path)
-    record = json.loads(path.read_text())
+    run = json.loads(path.read_text())
+    record = run["results"]["09_x"]
     record["environment"]["commit"] = "0123456789"
-    path.write_text(json.dumps(record))
+    save(run, path)
     assert without_certificate(tmp_path, {"0123456789"}) == {}
     del (record if lost == "verified" else record["environment"])[lost]
-    path.write_text(json.dumps(record))
-    assert lost in without_certificate(tmp_path, {"0123456789"})["09_x.cpu.json"]
+    save(run, path)
+    assert lost in without_certificate(tmp_path, {"0123456789"})["09_x in cpu.json"]
     record["environment"]["commit"] = "0123456789-dirty"
-    path.write_text(json.dumps(record))
-    assert "a commit (0123456789-dirty)" in without_certificate(tmp_path, {"0123456789"})["09_x.cpu.json"]
+    save(run, path)
+    assert "a commit (0123456789-dirty)" in without_certificate(tmp_path, {"0123456789"})["09_x in cpu.json"]
 
 
 def test_a_result_whose_commit_nobody_has_is_noticed(tmp_path):
     path = write_result("09_x", "Rings", COLUMNS, ROWS, folder=tmp_path)
-    record = json.loads(path.read_text())
-    record["environment"]["commit"] = "0123456789"
-    path.write_text(json.dumps(record))
+    run = json.loads(path.read_text())
+    run["results"]["09_x"]["environment"]["commit"] = "0123456789"
+    save(run, path)
     assert without_certificate(tmp_path, {"0123456789"}) == {}
-    assert "a commit (0123456789)" in without_certificate(tmp_path, {"9876543210"})["09_x.cpu.json"]
+    assert "a commit (0123456789)" in without_certificate(tmp_path, {"9876543210"})["09_x in cpu.json"]
 
 
 def test_from_a_tree_with_changes_nothing_is_written_into_results(monkeypatch, capsys, tmp_path):
@@ -123,25 +126,26 @@ def test_from_a_tree_with_changes_nothing_is_written_into_results(monkeypatch, c
     subprocess.run(["git", "-C", tmp_path, "add", "code.py"], check=True)
     name = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "-C", tmp_path, *name, "commit", "-qm", "One"], check=True)
-    assert write_result("09_x", "Rings", COLUMNS, ROWS).exists()
-    assert write_result("09_y", "Rings", COLUMNS, ROWS).exists(), "what a benchmark has just written does not count"
+    for name in ("09_x", "09_y"):  # what a benchmark has just written does not count
+        assert name in json.loads(write_result(name, "Rings", COLUMNS, ROWS).read_text())["results"]
     for change in ("code.py", "new.py"):
         (tmp_path / change).write_text("2")
         assert environment()["commit"].endswith("-dirty"), change
-        assert not write_result("09_z", "Rings", COLUMNS, ROWS).exists(), change
-        assert "not written, the tree has changes" in capsys.readouterr().out
+        write_result("09_z", "Rings", COLUMNS, ROWS)
+        assert not measured("09_z", tmp_path / "results"), change
+        assert "09_z is not written, the tree has changes" in capsys.readouterr().out
         (tmp_path / change).write_text("1")
         (tmp_path / "new.py").unlink(missing_ok=True)
 
 
 def test_tables_are_filled_between_the_markers_and_filling_twice_changes_nothing(tmp_path):
-    path = write_result("09_x", "Rings", COLUMNS, ROWS, notes="Two sizes.", folder=tmp_path)
+    write_result("09_x", "Rings", COLUMNS, ROWS, notes="Two sizes.", folder=tmp_path)
     text = "before\n<!-- results: 09_x -->\nstale words\n<!-- end results -->\nafter\n"
     filled = fill(text, tmp_path)
     assert filled.startswith("before\n") and filled.endswith("after\n") and "stale" not in filled
     assert "| ring | 12,345 | 0.50 (0.40 to 0.60) |" in filled
     assert "| tree | 1.235 | n/a |" in filled
-    assert table(json.loads(path.read_text())) in filled
+    assert table(*measured("09_x", tmp_path)) in filled
     assert fill(filled, tmp_path) == filled
 
 
@@ -152,7 +156,7 @@ def test_a_block_without_a_result_is_an_error_not_an_empty_table(tmp_path, monke
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["report.py"])
     assert report.main() == 2
-    assert capsys.readouterr().err.startswith("report.py: README.md: no results/09_nothing.")
+    assert capsys.readouterr().err.startswith("report.py: README.md: results/ has no 09_nothing:")
 
 
 def test_a_block_without_an_end_is_an_error_and_erases_nothing(tmp_path):

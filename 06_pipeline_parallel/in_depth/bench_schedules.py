@@ -1,6 +1,6 @@
 """The schedules side by side, what memory buys in a V, and how far the automatic scheduler is from the proven optimum.
 
-    python 06_pipeline_parallel/in_depth/bench_schedules.py   verify, simulate, write results/06_*schedules*, draw
+    python 06_pipeline_parallel/in_depth/bench_schedules.py   verify, simulate, write the results 06_*schedules*, draw
     python 06_pipeline_parallel/in_depth/bench_schedules.py --figures     redraw the figures from results/
 
 Nothing here is timed: the cost of a schedule is computed, so it is the same on every machine. First every

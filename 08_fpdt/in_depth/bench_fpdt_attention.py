@@ -1,6 +1,6 @@
 """Attention in chunks: bytes by number of chunks, measured and predicted, and time; on a GPU, its limits.
 
-    python bench_fpdt_attention.py   CPU: writes results/08_fpdt.cpu.json, 08_fpdt_speed* and the figure
+    python bench_fpdt_attention.py   CPU: writes the results 08_fpdt, 08_fpdt_speed* and the figure
     python 08_fpdt/in_depth/bench_fpdt_attention.py --figures       only redraws the figure
     python bench_fpdt_attention.py --gpu   one GPU, about 5 minutes: longest sequence, MFU, against recomputation
     python 08_fpdt/in_depth/bench_fpdt_attention.py --gpu --dry --out DIR   the same program on the CPU, with tiny sizes

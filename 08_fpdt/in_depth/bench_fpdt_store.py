@@ -1,6 +1,6 @@
 """The store: copies counted, and what may run beside a computation with 1, 2, 3 slots; on a GPU, what does.
 
-    python 08_fpdt/in_depth/bench_fpdt_store.py   from the recorder: writes results/08_fpdt_store*
+    python 08_fpdt/in_depth/bench_fpdt_store.py   from the recorder: writes the results 08_fpdt_store*
     python 08_fpdt/in_depth/bench_fpdt_store.py --gpu [--out DIR]   one GPU, real streams and pinned memory: GB/s, ms
     python 08_fpdt/in_depth/bench_fpdt_store.py --gpu --dry --out DIR     the same program on the CPU, with tiny sizes
 

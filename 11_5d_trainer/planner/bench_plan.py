@@ -1,6 +1,6 @@
 """The planner against measurements: bytes by the trainer's meter, seconds of small layouts on this CPU.
 
-    python 11_5d_trainer/planner/bench_plan.py   verifies, measures, writes results/11_plan_*.json and the figures
+    python 11_5d_trainer/planner/bench_plan.py   verifies, measures, writes the results 11_plan_* and the figures
     python 11_5d_trainer/planner/bench_plan.py --predict    only predictions, without a measurement, and draws
     python 11_5d_trainer/planner/bench_plan.py --published  of these only those with published values
     python 11_5d_trainer/planner/bench_plan.py --memory     only the bytes, which are the same on a busy machine

@@ -1,6 +1,6 @@
 """The rehearsal against ranks that really run, against planted mistakes, and for the planner's proposals.
 
-    python 11_5d_trainer/planner/bench_rehearse.py    verifies, rehearses, writes results/11_rehearse_*.json
+    python 11_5d_trainer/planner/bench_rehearse.py    verifies, rehearses, writes the results 11_rehearse_*
     python 11_5d_trainer/planner/bench_rehearse.py --small      only the small layouts and the planted mistakes
     python 11_5d_trainer/planner/bench_rehearse.py --large      only the four plans, overlap and timeline
     python 11_5d_trainer/planner/bench_rehearse.py --figures    only draws

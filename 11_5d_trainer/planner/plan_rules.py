@@ -15,7 +15,7 @@ choice of these, so that a way is judged at its best, and compares it with the f
 
     rule = the axes of the simplest layout within the clock's accuracy (plan.py), for every model of the class
 
-    python 11_5d_trainer/planner/plan_rules.py           searches, and prints the table of results/11_plan_rules
+    python 11_5d_trainer/planner/plan_rules.py           searches, and prints the table 11_plan_rules
 """
 
 from dataclasses import replace

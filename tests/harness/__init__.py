@@ -8,7 +8,7 @@ reference    decide whether a parallel run equals the unsharded one: losses, eve
 attention    the reference of attention in parts: inputs, results and gradients, the definition
 late         collectives whose results are NaN until they are waited for
 meter        count bytes: held per rank, saved for backward, at the peak, and sent by each collective
-report       time two things in pairs, write results/*.json from a clean tree, fill the tables of the READMEs from them
+report       time two things in pairs, write results/ from a clean tree, fill the tables of the READMEs from them
 computed     the tables of the READMEs that are computed from formulas, without a measurement
 figures      draw the figures of the READMEs from results/, and find those older than their numbers or code
 fences       find the exercises in a script, take their bodies out, put other bodies in

@@ -1,6 +1,6 @@
 """The ceilings of this device: the rates that every other measurement is compared with.
 
-    python tests/harness/ceilings.py --gpu [--out DIR]       on a GPU: writes results/gpu_ceilings.DEVICE.json
+    python tests/harness/ceilings.py --gpu [--out DIR]       on a GPU: writes the result gpu_ceilings
     python tests/harness/ceilings.py --gpu --dry --out DIR   the same program at tiny sizes, to try it
 
 A kernel must move its bytes and do its operations. Bytes over the copy bandwidth and operations over the rate

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import ROOT
+from .report import ROOT, measured, on_cpu
 
 # A colour means the same in every chapter. All are distinguishable on white and on black, as the background
 # is transparent. GREY, for text and axes, changes on a dark page: no grey has enough contrast on both.
@@ -44,10 +44,10 @@ def read_result(name: str, root: Path = ROOT) -> dict[str, Any]:
 
     if name in TABLES:
         return TABLES[name]()
-    files = sorted((root / "results").glob(f"{name}.*.json"), key=lambda file: (file.name.endswith(".cpu.json"), file))
-    if not files:
+    records = sorted(measured(name, root / "results"), key=on_cpu)
+    if not records:
         raise FileNotFoundError(f"no result is called {name}; run its benchmark first")
-    return json.loads(files[0].read_text())
+    return records[0]
 
 
 def digest(sources: Sequence[str], root: Path = ROOT) -> str:

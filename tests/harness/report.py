@@ -1,7 +1,7 @@
 """From a measurement to the table in a README, without manual steps.
 
-A benchmark calls `paired` and `write_result`; that writes `results/NAME.DEVICE.json` with the device, the versions and
-the commit. `make tables` (this file as a script) then fills every block of every README that reads
+A benchmark calls `paired` and `write_result`; that puts the result NAME into `results/DEVICE.json` with the device, the
+versions and the commit. `make tables` (this file as a script) then fills every block of every README that reads
 
     <!-- results: NAME -->
     <!-- end results -->
@@ -14,7 +14,7 @@ Between `<!-- files -->` and `<!-- end files -->` is, for each in-depth script o
 files to copy with it to run it elsewhere.
 
 A block that begins with `<!-- gpu results: NAME -->` shows only results of GPUs, and nothing until there are
-any. A full run of `make gpu` is one file; `--take FILE` puts its results into results/.
+any. A run of `make gpu` is a file of the same kind; `--take FILE` puts its results into results/.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ def write_result(
     *,
     verified: bool = True,
 ) -> Path:
-    """Write `results/NAME.DEVICE.json` and return its path. A cell is a string, a number or a Ratio.
+    """Put the result NAME into `results/DEVICE.json` and return the file. A cell is a string, a number or a Ratio.
 
     A benchmark verifies before it times, and writes nothing if that fails, so a written result is `verified`.
     A value that was not verified must be marked. Only measurements from a clean tree are written into
@@ -212,7 +212,7 @@ def write_result(
     for row in rows:
         if len(row) != len(columns):
             raise ValueError(f"result {name}: row {list(row)} has {len(row)} cells for {len(columns)} columns")
-    path = (folder or ROOT / "results") / f"{name}.{file_name(device_name())}.json"
+    path = (folder or ROOT / "results") / f"{file_name(device_name())}.json"
     about = environment()
     record = {
         "name": name,
@@ -224,17 +224,48 @@ def write_result(
         "environment": about,
     }
     if folder is None and about["commit"].endswith("-dirty"):
-        print(f"not written, the tree has changes that are not committed: {path.relative_to(ROOT)}\n\n{table(record)}")
+        print(f"{name} is not written, the tree has changes that are not committed\n\n{table(record)}")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(in_rows(record))
-    print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n\n{table(record)}")
+    run = json.loads(path.read_text()) if path.exists() else {"results": {}}
+    run["results"][name] = record
+    save(run, path)
+    print(f"wrote {name} into {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n\n{table(record)}")
     return path
 
 
-def in_rows(record: dict[str, Any]) -> str:
-    """A result, or the record of a whole run, as JSON with one row of a table per line."""
-    return _json(record, 4 if "results" in record else 2) + "\n"
+def measured(name: str, results: Path) -> list[dict[str, Any]]:
+    """The results of this name, that of a CPU first, then those of GPUs."""
+    found = [_results_of(file).get(name) for file in sorted(results.glob("*.json"))]
+    return [record for record in found if record is not None]
+
+
+def _results_of(file: Path) -> dict[str, dict[str, Any]]:
+    """The results of a device, by name."""
+    known = file.stat()
+    return _parsed(file, (known.st_ino, known.st_mtime_ns))  # `save` writes another file each time
+
+
+@cache
+def _parsed(file: Path, _version: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    return json.loads(file.read_text())["results"]
+
+
+def on_cpu(record: dict[str, Any]) -> bool:
+    return record["environment"]["device"].startswith("CPU")
+
+
+def save(run: dict[str, Any], path: Path) -> None:
+    """Write the results of a device, or the record of a run on it: as a whole, or the file stays as it was."""
+    part = path.with_suffix(".part")
+    part.write_text(in_rows(run))
+    part.replace(path)
+
+
+def in_rows(run: dict[str, Any]) -> str:
+    """JSON with one row of a table per line."""
+    by_name = dict(sorted(run["results"].items()))
+    return _json(run | {"results": by_name}, 4) + "\n"
 
 
 def _json(value: Any, depth: int, indent: str = "") -> str:
@@ -250,13 +281,13 @@ def _json(value: Any, depth: int, indent: str = "") -> str:
 
 
 def without_certificate(results: Path, commits: Container[str]) -> dict[str, str]:
-    """What each result lacks of device, versions, date, `verified` and a commit of `commits`, by file name.
+    """What each result lacks of device, versions, date, `verified` and a commit of `commits`, by file and name.
 
     A commit is compared by the first ten digits of its hash, as `environment` writes it.
     """
     lacking = {}
-    for file in sorted(results.glob("*.*.json")):
-        record = json.loads(file.read_text())
+    everything = [(file.name, *item) for file in sorted(results.glob("*.json")) for item in _results_of(file).items()]
+    for file, name, record in everything:
         about = record.get("environment", {})
         lacks = [word for word in ("device", "torch", "python", "date") if not about.get(word)]
         lacks += [] if record.get("verified") in (True, False) else ["verified"]
@@ -265,7 +296,7 @@ def without_certificate(results: Path, commits: Container[str]) -> dict[str, str
             [] if re.fullmatch("[0-9a-f]{10}", commit) and commit in commits else [f"a commit ({commit or 'none'})"]
         )
         if lacks:
-            lacking[file.name] = ", ".join(lacks)
+            lacking[f"{name} in {file}"] = ", ".join(lacks)
     return lacking
 
 
@@ -306,15 +337,14 @@ def fill(text: str, results: Path) -> str:
     def body(block: re.Match[str]) -> str:
         if block["name"] in TABLES:
             return block["begin"] + "\n" + table(TABLES[block["name"]]()) + "\n" + block["end"]
-        files = sorted(results.glob(f"{block['name']}.*.json"))
+        records = measured(block["name"], results)
         if block["gpu"]:
-            files = [file for file in files if not file.name.endswith(".cpu.json")]
-            if not files:  # reported once, in the table of the run
+            records = [record for record in records if not on_cpu(record)]
+            if not records:  # reported once, in the table of the run
                 return block["begin"] + (NOTHING if block["name"] == "gpu_run" else "") + block["end"]
-        if not files:
-            raise ValueError(f"no results/{block['name']}.*.json: run the benchmark first, or remove the block")
-        tables = [table(json.loads(file.read_text())) for file in files]
-        return block["begin"] + "\n" + "\n".join(tables) + "\n" + block["end"]
+        if not records:
+            raise ValueError(f"results/ has no {block['name']}: run the benchmark first, or remove the block")
+        return block["begin"] + "\n" + "\n".join(map(table, records)) + "\n" + block["end"]
 
     begun = re.findall(r"<!-- (?:gpu )?results: ([\w.-]+) -->\n", text)
     if len(begun) != len(BLOCK.findall(text)):  # it would reach to the end of the next, and erase what lies between
@@ -362,12 +392,11 @@ def take(file: Path, results: Path) -> list[str]:
     before = results / f"{device}.json"
     if before.exists() and not before.samefile(file):
         old, again = json.loads(before.read_text()), {section["name"] for section in run["sections"]}
-        run["sections"] = [section for section in old["sections"] if section["name"] not in again] + run["sections"]
+        kept = [section for section in old.get("sections", []) if section["name"] not in again]
+        run["sections"] = kept + run["sections"]
         run["results"] = old["results"] | run["results"]
     run["results"] |= overview(run)  # a killed call may not have written it
-    for name, record in run["results"].items():
-        (results / f"{name}.{device}.json").write_text(in_rows(record))
-    (results / f"{device}.json").write_text(in_rows(run))
+    save(run, before)
     return list(run["results"])
 
 
