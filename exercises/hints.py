@@ -2,12 +2,12 @@
 
     python exercises/hints.py 03                  the core exercises of chapter 03; without a number, of all chapters
 
-Each body of the chapter is changed in one place by rule: an operator becomes its opposite, a number one more, two
-arguments change places, a call or an argument is left out, a slice loses a bound. The mutant goes through the checker
-like a submission. A hint is *right* if the mistake that it was written for changes the statement that was
-changed here, *wrong* if it changes another one. *From the message*: the failure's own message (a factor, a
-NaN, a name without a value); *no hint*: only where to read. A mutant that passes is a correct solution after
-all, or a gap in the tests: its line is printed.
+Each body of the chapter is changed in one place by rule: an operator becomes its opposite, a number one more, a
+condition always or never holds, two arguments change places, a call or an argument is left out, a slice loses a bound.
+The mutant goes through the checker like a submission. A hint is *right* if the mistake that it was written for changes
+the statement that was changed here, *wrong* if it changes another one. *From the message*: the failure's own message (a
+factor, a NaN, a name without a value); *no hint*: only where to read. A mutant that passes is a correct solution after
+all, or a gap in the tests: its line is printed. `tests/mutants.py` does the same with whole scripts and their tests.
 """
 
 import ast
@@ -42,6 +42,8 @@ def changes(node: ast.AST) -> Iterator[Callable[[], object]]:
         yield partial(setattr, node, "value", not node.value if isinstance(node.value, bool) else node.value + 1)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         yield partial(setattr, node, "op", ast.UAdd())
+    elif isinstance(node, ast.If | ast.IfExp):
+        yield from (partial(setattr, node, "test", ast.Constant(value)) for value in (True, False))
     elif isinstance(node, ast.Slice):
         yield from (partial(setattr, node, bound, None) for bound in ("lower", "upper") if getattr(node, bound))
     elif isinstance(node, ast.Call):
@@ -53,22 +55,36 @@ def changes(node: ast.AST) -> Iterator[Callable[[], object]]:
             continue
         for at, statement in enumerate(block):
             call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+            call = call and getattr(statement.value.func, "id", "") != "print"
             if call or isinstance(statement, ast.AugAssign):
                 yield partial(block.__setitem__, at, ast.Pass())
 
 
 def mutants(body: str, most: int, seed: str) -> list[str]:
     """Up to `most` versions of a body with one change each, all different programs, drawn by the seed."""
-    tree = ast.Module(fences.parse(body), [])
-    count = sum(1 for node in ast.walk(tree) for _ in changes(node))
-    found: list[str] = []
-    for n in random.Random(seed).sample(range(count), count):
+    return mutants_of(ast.Module(fences.parse(body), []), most, seed)
+
+
+def mutants_of(tree: ast.Module, most: int, seed: str, left_out: Callable[[ast.AST], bool] | None = None) -> list[str]:
+    """The same of a syntax tree. What lies in a node that is `left_out` stays as it is."""
+
+    def all_changes(tree: ast.AST) -> Iterator[Callable[[], object]]:
+        if left_out is None or not left_out(tree):
+            yield from changes(tree)
+            for node in ast.iter_child_nodes(tree):
+                yield from all_changes(node)
+
+    order = list(range(sum(1 for _ in all_changes(tree))))
+    random.Random(seed).shuffle(order)
+    found: dict[str, None] = {}
+    for n in order:
+        if len(found) == most:
+            break
         changed = copy.deepcopy(tree)
-        [change for node in ast.walk(changed) for change in changes(node)][n]()
-        text = ast.unparse(ast.fix_missing_locations(changed))
-        if len(found) < most and text not in (*found, ast.unparse(tree)):
-            found.append(text)
-    return found
+        list(all_changes(changed))[n]()
+        found[ast.unparse(ast.fix_missing_locations(changed))] = None
+        found.pop(ast.unparse(tree), None)
+    return list(found)
 
 
 def lines_changed(script: Script, number: str, body: str) -> set[str]:

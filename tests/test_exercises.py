@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT / "exercises"))
 import checking
 import course as tool
 import hints
+import mutants
 import pages
 import screen
 from checking import Course, CourseError, Submission, check, read_submission
@@ -699,6 +700,25 @@ def test_mutants_are_wrong_in_one_place_each_and_the_same_every_time():
     for body in found:
         assert len(hints.lines_changed(script, "3.2", body)) in (1, 2), body
         assert fences.normal(body) != fences.normal(fence.body)
+
+
+@pytest.mark.parametrize("red", ["03_zero/test_zero.py", "tests/test_nets.py", ""])
+def test_a_change_of_a_script_that_no_test_notices_is_printed(red):
+    asked = []
+
+    def run(files, tests, enough):
+        asked.append(tests[0])
+        return Outcome([Result(tests[0], tests[0] != red, "")])
+
+    found = mutants.survivors(ROOT / "03_zero" / "zero.py", 5, 0, types.SimpleNamespace(run=run))
+    assert asked == ["03_zero/test_zero.py", "tests/test_nets.py"][: 1 if "zero" in red else 2] * 5
+    assert len(set(found)) == (0 if red else 5) and all(text[0] in "-+" for text in found)
+
+
+def test_what_only_prints_is_not_changed_in_a_script():
+    text = "def f(x):\n    print(x)\n    g(x)\ndef main():\n    f(1)\nif __name__ == '__main__':\n    main()\n"
+    tree = ast.parse(text)
+    assert hints.mutants_of(tree, 9, "", mutants.left_out) == [ast.unparse(tree).replace("g(x)", "pass")]
 
 
 # ------------------------------------------------------------------------------------------------ hostile submissions
