@@ -568,6 +568,8 @@ def test_buckets_equal_those_of_in_depth_hold_one_dtype_and_large_parameters_are
     dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
     exact = build_buckets([nn.Parameter(torch.ones(4)) for _ in range(5)], 32)  # two of 16 bytes hold just that
     assert [len(bucket) for bucket in exact] == [2, 2, 1]
+    alone = build_buckets([nn.Parameter(torch.ones(n)) for n in (4, 8, 4)], 32)  # the one of 32 bytes
+    assert [len(bucket) for bucket in alone] == [1, 2]
     mixed = build_buckets([nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes], 10**6)
     assert [len(bucket) for bucket in mixed] == [2, 1]
     params = list(seeded_model().parameters())

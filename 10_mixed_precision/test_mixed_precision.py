@@ -372,8 +372,10 @@ def test_the_largest_value_is_scaled_to_the_largest_of_the_format():
         assert scale == 1 and values.float().tolist() == [0, 0, 0]
         values, scale = mp.quantize_scaled(torch.zeros(0, 4), dtype, dist.group.WORLD)
         assert scale == 1 and values.shape == (0, 4)
-        values, scale = mp.quantize_scaled(torch.tensor([1e-42, 0.0]), dtype, dist.group.WORLD)
-        assert values.float().isfinite().all() and scale.isfinite(), "a scale below the smallest normal value"
+        for amax in (1.2, 1.4, 1.6, 2.4):  # times the smallest fp32 number, to which such a scale is rounded up or down
+            x = torch.tensor([amax * largest * 2.0**-149, 0.0])
+            values, scale = mp.quantize_scaled(x, dtype, dist.group.WORLD)
+            assert values.float().isfinite().all() and scale.isfinite(), "a scale below the smallest normal value"
         values, scale = mp.quantize_scaled(torch.tensor([math.nan, 1.0]), dtype, dist.group.WORLD)
         assert scale.isnan() and values.float().isnan().all()
 

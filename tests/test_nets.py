@@ -484,12 +484,23 @@ def test_every_attention_in_every_mode_and_dtype_equals_float64(kv_heads, dtype)
         assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(("name", "along"), [("ring_attention", 1), ("ulysses", 1), ("five_d", 0)])
-def test_positions_above_256_are_rotated_by_their_own_angle_in_bf16(name, along):
+@pytest.fixture
+def bf16_by_default():
+    torch.set_default_dtype(torch.bfloat16)  # as some programs do before they build their model
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("name", "along"), [("single_gpu", 1), ("ring_attention", 1), ("ulysses", 1), ("five_d", 0)])
+def test_positions_above_256_are_rotated_by_their_own_angle_in_bf16(name, along, bf16_by_default):
     """bf16 has no 257. Beside float64 of the same input, at most 1.5 times as far as one rounding."""
-    x = torch.randn(2048, 1, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16().transpose(0, along)
-    rotate, positions = importlib.import_module(name).apply_rotary, torch.arange(2048)
-    want, got = rotate(x.double(), positions), rotate(x, positions)
+    x, positions = torch.randn(2048, 1, 2, 8, generator=torch.Generator().manual_seed(0)), torch.arange(2048)
+    angle = positions.double()[:, None, None, None] / 10000 ** (torch.arange(4).double() / 4)
+    x1, x2 = x.double().chunk(2, -1)
+    want = torch.cat((x1 * angle.cos() - x2 * angle.sin(), x2 * angle.cos() + x1 * angle.sin()), -1)
+    script = importlib.import_module(name)
+    tables = script.rotary_tables(2048, 8, x.device) if name == "single_gpu" else [positions]
+    got = script.apply_rotary(x.transpose(0, along), *tables).transpose(0, along)
     error, limit = rms(got - want), 1.5 * rms(want.bfloat16() - want)
     assert error <= limit, f"dtypes in sums: {name}.py: off by {error:.2g}, more than {limit:.2g}"
 

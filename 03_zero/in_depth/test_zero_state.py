@@ -104,6 +104,8 @@ def goes_on_in(then: torch.dtype | None, first: torch.dtype | None, fused: bool)
             for name, state in full_state_dict(zero)["optimizer"].items():
                 want = saved["optimizer"][name].get("master", saved["weights"][name])
                 assert_same(state.get("master", want), want, 1e-2 if then is None else 0.0, f"master of {name}")
+                want, rounded = saved["optimizer"][name]["exp_avg"], then is None and not fused
+                assert_same(state["exp_avg"], want, 1e-2 if rounded else 0.0, f"moment of {name}")
         zero.zero_grad()
         with zero.micro_batch(last=True):
             torch.stack([p.float().square().sum() for p in model.parameters()]).sum().backward()

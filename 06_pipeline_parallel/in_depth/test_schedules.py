@@ -84,6 +84,12 @@ def test_auto_may_hold_twice_the_ranks_unless_it_is_told_otherwise():
     assert auto_cost(4, 8, times) == auto_cost(4, 8, times, 8) < auto_cost(4, 8, times, 7) < auto_cost(4, 8, times, 4)
 
 
+def test_the_limit_of_auto_is_for_every_rank():
+    """Rank 0 of zb-v and v-min holds less than rank 1, and both are cheaper than what keeps to the limit."""
+    for limit in (2, 3):
+        auto_is_cheaper(2, 2, 2, Times(), limit, ())
+
+
 def auto_cost(p, m, times, limit=None):
     return simulate(build("auto", p, m, times=times, limit=limit), times).cost
 
