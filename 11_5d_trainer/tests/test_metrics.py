@@ -245,13 +245,19 @@ def test_a_resumed_run_is_metered_too(text, tmp_path):
     assert len(rows) > 5 and all(" = " in line for line in rows)
 
 
+def listened_with_peaks(argv):
+    with mock.patch.object(metrics, "peak_memory", lambda device: (1 + dist.get_rank()) * 2**30):
+        return listened(argv)
+
+
 def test_the_summary_tells_loss_speed_memory_and_bytes_per_axis(text, tmp_path):
-    log, said = run_ranks(2, listened, [*arguments(text, steps=3), "--tp", "2", "--out", str(tmp_path / "run")])[0]
+    argv = [*arguments(text, steps=3), "--tp", "2", "--out", str(tmp_path / "run")]
+    log, said = run_ranks(2, listened_with_peaks, argv)[0]
     at = next(i for i, line in enumerate(said) if line.startswith("loss  "))
     (loss, speed, memory, sent), last = said[at : at + 4], said[-1]
     assert f"{log[-2]['loss']:.4f} at the last step" in loss
     median = statistics.median(line["tokens_per_s"] for line in log if "loss" in line and line["step"] > 1)
-    assert f" {median:,.0f} tokens/s (median), MFU n/a" in speed and " MiB on the rank with most" in memory
+    assert f" {median:,.0f} tokens/s (median), MFU n/a" in speed and " 2,048 MiB on the rank with most" in memory
     # 4 micro-batches: 4 L + 2 all-reduces of [2, 16, 32] in float64, and three numbers for each of 32 tokens.
     tp = 4 * ((4 * 2 + 2) * 2 * 16 * 32 * 8 + 3 * 32 * 8)
     assert sent.split(maxsplit=4)[4] == f"tp {tp / 1e6:.2f} MB, world 8 B"
