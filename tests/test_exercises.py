@@ -703,16 +703,21 @@ def test_mutants_are_wrong_in_one_place_each_and_the_same_every_time():
 
 
 @pytest.mark.parametrize("red", ["03_zero/test_zero.py", "tests/test_nets.py", ""])
-def test_a_change_of_a_script_that_no_test_notices_is_printed(red):
-    asked = []
+def test_a_change_of_a_script_that_no_test_notices_is_printed(red, tmp_path, monkeypatch):
+    script, place, ran = ROOT / "03_zero" / "zero.py", tmp_path / "03_zero" / "zero.py", []
+    place.parent.mkdir()
+    shutil.copy(script, place)
 
-    def run(files, tests, enough):
-        asked.append(tests[0])
-        return Outcome([Result(tests[0], tests[0] != red, "")])
+    def fails(copy, tests):
+        ran.append(tests)
+        return tests == [red] and place.read_text() != script.read_text()
 
-    found = mutants.survivors(ROOT / "03_zero" / "zero.py", 5, 0, types.SimpleNamespace(run=run))
-    assert asked == ["03_zero/test_zero.py", "tests/test_nets.py"][: 1 if "zero" in red else 2] * 5
+    monkeypatch.setattr(mutants, "fails", fails)
+    found = mutants.survivors(script, 5, 0, tmp_path)
+    both = [["03_zero/test_zero.py"], ["tests/test_nets.py"]]
+    assert ran == [*both, *(both[: 1 if "zero" in red else 2] * 5)], "first without a change"
     assert len(set(found)) == (0 if red else 5) and all(text[0] in "-+" for text in found)
+    assert place.read_text() == script.read_text()
 
 
 def test_what_only_prints_is_not_changed_in_a_script():
