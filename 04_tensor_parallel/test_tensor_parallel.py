@@ -653,7 +653,7 @@ def run_main_with_an_error(where: str) -> tuple[int, str]:
 
     out = io.StringIO()
     keep_group = patch.multiple(dist, init_process_group=lambda *a, **k: None, destroy_process_group=lambda: None)
-    options = patch.object(sys, "argv", ["tensor_parallel.py", "--layout", "tensor", "--kv-heads", "1"])
+    options = patch.object(sys, "argv", ["tensor_parallel.py", "--layout", "tensor", "--kv-heads", "4"])
     faults = patch.multiple(tensor_parallel, train=faulty_train, measured_bytes=faulty_bytes)
     with keep_group, options, faults, contextlib.redirect_stdout(out):
         return tensor_parallel.main(), out.getvalue()
@@ -666,4 +666,4 @@ def test_an_error_on_one_rank_fails_on_all(where):
     assert first == second == 1
     assert out.splitlines()[-1] == "FAIL" and ("largest error inf" in out) == (where != "bytes")
     assert out.count("error") == out.count("tensor parallel") == len(FORMS), "--layout tensor"
-    assert f"{expected_bytes(TINY._replace(n_kv_heads=1), 2, False, False)[0]:,}" in out, "--kv-heads 1"
+    assert f"{expected_bytes(TINY._replace(n_kv_heads=4), 2, False, False)[0]:,}" in out, "--kv-heads 4"

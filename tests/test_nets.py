@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness.layout import CHAPTERS, TRAINER, files
+from harness.layout import CHAPTERS, TRAINER, files, scripts
 from harness.ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -686,6 +686,34 @@ def test_windows_reach_the_end_of_a_text_and_no_further(monkeypatch):
         ends[name] = max(ends.get(name, 0), int(tokens.max()))
     short = {name: end for name, end in ends.items() if end < len(text) - 8}
     assert not short, f"borders: the last tokens of the text are never seen, of {len(text)}: {short}"
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def says_no(node):
+    """Whether this is an `if` that only refuses."""
+    words = node.body[0] if isinstance(node, ast.If) and len(node.body) == 1 else None
+    call = words.value if isinstance(words, ast.Expr) else None
+    name = call.func if isinstance(call, ast.Call) else None
+    return getattr(name, "attr", getattr(name, "id", "")) in ("error", "fail", "exit")
+
+
+def attributes_of(node):
+    """The attributes that are read, except to refuse."""
+    found = {node.attr} if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) else set()
+    return found.union(*map(attributes_of, () if says_no(node) else ast.iter_child_nodes(node)))
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda folder: folder.name)
+def test_every_option_of_a_script_is_read_where_it_is_not_refused(chapter):
+    for script in scripts(chapter):
+        tree = ast.parse(script.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        added = [call.args[0] for call in calls if getattr(call.func, "attr", "") == "add_argument" and call.args]
+        names = {name.value.lstrip("-").replace("-", "_") for name in added if isinstance(name, ast.Constant)}
+        unread = names - attributes_of(tree)
+        assert not unread, f"options: {script.name} does not read {unread}"
 
 
 # ------------------------------------------------------------------------------------------------------------ starting

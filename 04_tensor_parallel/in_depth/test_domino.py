@@ -212,7 +212,6 @@ def counts() -> None:
         assert in_bf16 == [whole[1] / 4] * 2, f"{layout}: under autocast a number is sent in 2 bytes, not in 8"
 
 
-@pytest.mark.prove
 def test_the_halves_send_and_keep_what_whole_batches_do_in_twice_as_many_messages():
     run_ranks(4, counts)
 

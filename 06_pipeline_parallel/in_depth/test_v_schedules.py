@@ -166,6 +166,16 @@ def test_in_a_v_the_search_finds_what_trying_every_order_finds():
         assert Exhaustive(2, 1, times, 2, v_shape(2)).run(one_by_one(2, 1), float("inf"))[1] == best
 
 
+def test_in_a_v_of_unequal_stages_the_bound_cuts_off_no_best_schedule():
+    drawn = random.Random(0)
+    for _ in range(40):
+        times = Times(*([drawn.choice((1, 2, 6)) for _ in range(4)] for _ in (F, B, W)))
+        search, slow = (Exhaustive(2, 2, times, 2, v_shape(2)) for _ in range(2))
+        slow.bound = lambda counts, free, first: max(b - (a or 0.0) for a, b in zip(first, free, strict=True))
+        found, best = (each.run(one_by_one(2, 2), float("inf"))[1] for each in (search, slow))
+        assert found == best, f"{times}: {found}, not {best}"
+
+
 SWEEP = [
     (times, p, rounds, communication, memory)
     for times, (p, rounds), communication, memory in product(

@@ -268,6 +268,7 @@ def in_bf16() -> tuple[float, float]:
         plan = make_plan("once", routing.experts, None, E, group)
         two = dispatch_two_hops(x, table, compute, inside, across)
         one = dispatch_rows(x, routing.weights, plan, compute, group)
+        assert two.dtype == one.dtype == dtype, f"{two.dtype} of rows in {dtype}"
         outs.append((two.double(), one.double()))
     return tuple((half - whole).norm().item() for whole, half in zip(*outs, strict=True))
 

@@ -207,7 +207,7 @@ LAYOUTS = [pytest.param(each, {"n_layers": 2} if each.ranks == 8 else {}, id=nam
 LAYOUTS += [pytest.param(*random_layout(seed), id=f"random{seed}") for seed in range(60)]
 
 
-@pytest.mark.always("ranks8-pp2-cp2-tp2-ep2", "ranks2-cp2-experts0", "ranks3-pp3-micro_batches1")
+@pytest.mark.always("ranks8-pp2-cp2-tp2-ep2", "ranks2", "ranks2-cp2-experts0", "ranks3-pp3-micro_batches1")
 @pytest.mark.parametrize(("layout", "changes"), LAYOUTS)
 def test_training_matches_reference(layout, changes):
     assert_matches_reference(layout, sizes_of(layout, **changes))
