@@ -112,7 +112,9 @@ def test_shapes_and_strides_are_those_of_the_caller():
     logits = (h @ w.T).transpose(0, 1).contiguous().transpose(0, 1)  # [B, S, V] in memory as [S, B, V]
     wide = torch.cat((h, h), -1)[..., :24]  # rows lie apart
     columns = w.T.contiguous().T  # the weight of a layer that was stored the other way round
+    column = torch.stack((labels[0], labels[0].flip(0)), 1)[:, 0]
     cases = {
+        "labels with a stride": (cross_entropy, cross_entropy_reference, [logits[0]], [column]),
         "logits [B, S, V]": (cross_entropy, cross_entropy_reference, [logits], [labels]),
         "hidden with gaps": (linear_cross_entropy, linear_cross_entropy_reference, [wide, columns], [labels]),
         "labels with gaps": (cross_entropy, cross_entropy_reference, [logits.mT.mT], [labels.T.contiguous().T]),

@@ -286,6 +286,15 @@ def tokenizer(tmp_path_factory):
     return file
 
 
+def test_the_vocabulary_of_a_tokenizer_reaches_to_its_largest_token(tmp_path):
+    import sources
+    from tokenizers import Tokenizer, models
+
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")).save(str(file))
+    assert sources.load_tokenizer(str(file)).vocab_size == 8
+
+
 def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_else_is_gone(
     tokenizer, stories, capsys, monkeypatch
 ):
