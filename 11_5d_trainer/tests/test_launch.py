@@ -38,6 +38,7 @@ BAD = [
         "--pp 1 x --tp 3 x --cp 1 does not divide the 4 ranks of this run; the prod",
     ),
     ("--nnodes 2 --nproc_per_node 4 train.py --tp 3", "--pp 1 x --tp 3 x --cp 1 does not divide the 8 ranks of this"),
+    ("--nnodes 1:4 --nproc_per_node 2 train.py --tp 3", "--pp 1 x --tp 3 x --cp 1 does not divide the 8 ranks of this"),
     ("--nproc_per_node 2 train.py --stepz 3", "unrecognized arguments: --stepz 3; --help lists the options"),
     ("--nproc_per_node two train.py", "--nnodes 1:1 --nproc_per_node two: Unsupported nproc_per_node value: two"),
     ("--nproc_per_node 0 train.py", "--nnodes 1:1 --nproc_per_node 0: there must be at least 1 rank"),
