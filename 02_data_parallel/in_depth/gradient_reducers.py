@@ -403,8 +403,10 @@ class Decoder(nn.Module):
 
 
 def token_loss_sum(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Sum, not mean, of the cross entropy over valid tokens: exactly 0, never NaN, if there are none."""
-    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    """Sum of the cross entropy over valid tokens, in fp32 or better: 0, not NaN, if there are none."""
+    logits = model(tokens).flatten(0, 1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def make_batch(step: int, ranks: int, micro_batches: int = 2) -> list[list[MicroBatch]]:

@@ -170,6 +170,8 @@ def check_full_state(zero: Zero1, weights: dict[str, Tensor], states: dict[str, 
         if name not in named:
             raise ValueError(f"the state has a weight {name!r}, which this model does not have")
     first = next(iter(zero.names.values()))
+    if first not in states:
+        raise ValueError(f"the state has nothing of the optimizer for {first!r}")
     for name, p in zip(zero.names.values(), zero.names, strict=True):
         kinds = sorted(states.get(name, {}).keys() - {"master"})  # weights of the master's dtype have none
         expected = sorted(states[first].keys() - {"master"})

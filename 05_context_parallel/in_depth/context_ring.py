@@ -491,11 +491,12 @@ def train_step(
     model: Model, tokens: Tensor, positions: Tensor, attention: Attention, group: dist.ProcessGroup
 ) -> Tensor:
     """One step on full sequences, tokens [B, S], of which this rank computes `positions` [S/P]. Returns the
-    loss of the full sequences, and accumulates its gradient in each p.grad.
+    loss of the full sequences, and leaves its gradient in each p.grad.
 
     The tokens of all ranks use a parameter, so its gradient is the *sum* over the ranks of the context group,
     even with only one data-parallel rank. The only scaling is the division by the number of valid tokens.
     """
+    model.zero_grad()
     labels = next_token_labels(tokens)[:, positions]  # [B, S] -> [B, S/P]
     valid = (labels != IGNORE).sum()
     dist.all_reduce(valid, group=group)  # tokens of the full sequences, not of this rank

@@ -254,6 +254,7 @@ def packed_step(
     model: Model, tokens: Tensor, where: Tensor, cu: Sequence[int], attention: Attention, group: dist.ProcessGroup
 ) -> Tensor:
     """`train_step` of context_ring.py for packed documents: positions and labels are per document."""
+    model.zero_grad()
     labels = packed_labels(tokens, cu)
     valid = (labels != IGNORE).sum().clamp(min=1)  # of the full sequences: every rank has all tokens of the demo
     logits = model(tokens[:, where], places_in_documents(where, cu), attention)

@@ -189,10 +189,11 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: Grou
 def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> Tensor:
     """The initial value of a parameter, in fp32, from only (seed, Mixtral's name), as in chapter 01."""
     if len(shape) == 1:
-        return torch.ones(*shape)
+        return torch.ones(*shape, dtype=torch.float32)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     residual = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))  # adds into the residual stream
-    return torch.randn(*shape, generator=generator) * (0.02 / math.sqrt(2 * layers) if residual else 0.02)
+    drawn = torch.randn(*shape, dtype=torch.float32, generator=generator)
+    return drawn * (0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
 
 @torch.no_grad()
@@ -293,8 +294,10 @@ class MoELlama(nn.Module):
 
 
 def loss_sum(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Sum, not mean, of the cross entropy over valid labels."""
-    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    """Sum, not mean, of the cross entropy over valid labels, in fp32 or better."""
+    logits = model(tokens).flatten(0, 1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def train_step(model: nn.Module, batches: list[MicroBatch], data_group: Group, replica_group: Group) -> Tensor:

@@ -140,7 +140,7 @@ def check_routing(E: int, K: int, router: str = "softmax", nodes: int = 1, M: in
         raise ValueError(f"router {router!r} is unknown; use {' or '.join(ROUTERS)}")
     if not 1 <= K <= E:
         raise ValueError(f"top-k {K} of {E} experts is impossible; use 1 to {E}")
-    if E % nodes:
+    if nodes < 1 or E % nodes:
         fits = ", ".join(str(n) for n in range(1, E + 1) if E % n == 0)
         raise ValueError(f"nodes {nodes} do not divide {E} experts; use {fits}")
     if not 1 <= M <= nodes:

@@ -404,7 +404,7 @@ class History:
     current step's amax. After its first step these are views of tensors that all layers share."""
 
     def __init__(self, length: int, device: torch.device):
-        self.past, self.now, self.peak = (torch.zeros(n, 1, device=device) for n in (length, 1, 1))
+        self.past, self.now, self.peak = (torch.zeros(n, 1, dtype=torch.float32, device=device) for n in (length, 1, 1))
         self.steps = 0  # that it looks back on; 0: on none, or on none with an amax above 0, which makes no scale
         self.quiet = length  # steps since there was one, as an expert has them without tokens
 
