@@ -173,6 +173,8 @@ def test_adamw_steps_match_a_loop_by_hand(max_norm, clips):
     for step, (loss, expected) in enumerate(zip(losses, expected_losses, strict=True)):
         assert_same(loss, expected, what=f"loss of step {step}")
     assert_same_named(params, dict(model.named_parameters()), what="after three steps, parameter")
+    groups = single_gpu.adamw(model, lr=0.01).param_groups
+    assert all(len(group["params"]) == 1 for group in groups), "a GPU updates a group at once, with temporaries of all"
 
 
 def test_clipping_scales_all_gradients_by_one_factor():
@@ -183,6 +185,11 @@ def test_clipping_scales_all_gradients_by_one_factor():
     norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
     expected = {name: grad * 0.05 / (norm + 1e-6) for name, grad in grads.items()}
     assert_same_named(gradients(clipped), expected, what="clipped gradient of")
+    steep = Llama(ODD).double()
+    steep.head.weight.data *= 1000  # a norm far above 1
+    train_step(steep, torch.optim.SGD(steep.parameters(), lr=0.0), uneven_batch())
+    norm = torch.stack([grad.norm() for grad in gradients(steep).values()]).norm()
+    assert_same(norm, 1.0, 1e-6, "the norm that is left where no other is asked for")
 
 
 # --------------------------------------------------------------------------------------------------- bytes and FLOPs
@@ -354,15 +361,27 @@ def test_a_second_derivative_through_a_recomputed_block_is_refused():
         grad.sum().backward()
 
 
-def test_recomputed_blocks_behind_a_frozen_embedding_are_trained():
+@pytest.mark.parametrize("frozen", [["embed"], ["embed", "blocks.0.q_proj", "blocks.1"]])  # a weight, a whole block
+def test_recomputed_blocks_behind_a_frozen_embedding_are_trained(frozen):
     model, expected = Llama(ODD, recompute=True).double(), Llama(ODD).double()
     for m in (model, expected):
-        m.eval().embed.weight.requires_grad_(False)  # evaluation has no other step: nothing is dropped
+        m.eval()  # evaluation has no other step: nothing is dropped
+        for name in frozen:
+            m.get_submodule(name).requires_grad_(False)
         accumulate(m, uneven_batch())
         assert m.embed.weight.grad is None
     assert_same_named(gradients(model), gradients(expected), what="gradient of")
     with torch.no_grad():
         assert not model(uneven_batch()[0][0]).requires_grad
+
+
+def test_recomputed_blocks_under_autocast_have_the_same_gradients():
+    """The backward pass is inside of the context, too: the second run rounds as the first one did."""
+    model, expected = Llama(ODD, recompute=True), Llama(ODD)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [accumulate(m, uneven_batch()) for m in (model, expected)]
+    assert_same(*losses, 1e-6, "loss")
+    assert_same_named(gradients(model), gradients(expected), 1e-6, "gradient of")
 
 
 def gradients_of(model, loss) -> dict:
@@ -390,13 +409,19 @@ def test_bf16_is_as_close_to_float64_as_naive_attention():
         assert error <= allowed, f"gradient of {name}: error {error:.3g}, at most {allowed:.3g}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_loss_is_summed_in_fp32_or_better(dtype):
     model, (tokens, labels) = Llama(ModelConfig()).to(dtype), single_gpu.get_batch(1, 1, 400, seed=0)[0]
     expected = torch.nn.functional.cross_entropy(model(tokens)[0].double(), labels[0], reduction="sum")
     loss = loss_sum(model, tokens, labels)
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_same(loss, expected, 1e-15 if dtype == torch.float64 else 1e-6, "loss")
+
+
+def test_tokens_and_labels_may_have_strides():
+    model, (tokens, labels) = Llama(ODD), uneven_batch()[0]
+    expected = accumulate(model, [(tokens, labels)])
+    assert_same(accumulate(model, [(tokens.T.contiguous().T, labels.T.contiguous().T)]), expected, 0.0, "loss")
 
 
 def test_rotary_rounds_once_in_bf16():
@@ -449,6 +474,12 @@ def test_labels_are_the_next_tokens_and_windows_reach_the_last_one(monkeypatch):
         assert not torch.equal(other, micro_batches[0][0])
     monkeypatch.setattr(torch, "randint", lambda high, size, generator: torch.full(size, high - 1))
     assert bytes(single_gpu.get_batch(1, 1, 9, seed=0)[0][1][0].tolist()) == text[-9:]
+
+
+def test_tables_and_batches_are_made_on_the_device_that_is_given():
+    tables = single_gpu.rotary_tables(3, 4, torch.device("meta"))
+    batches = single_gpu.get_batch(1, 2, 9, seed=0, device="meta")
+    assert all(x.is_meta for x in (*tables, *batches[0]))
 
 
 def run_main(options, capsys, monkeypatch):
@@ -523,6 +554,17 @@ def test_a_wrong_number_ends_with_status_1_and_is_named(capsys, monkeypatch):
         assert f"; {words}" in said[-1] and f"; recomputed: {words}" in said[-1]
 
 
+def test_the_six_steps_record_each_loss_gradient_and_parameter():
+    model = Llama(ModelConfig(256, 24, 1, 6, 2, 50))
+    history = single_gpu.six_steps(model, train_step, "cpu")
+    params = list(model.parameters())
+    each = 1 + 2 * len(params)
+    last = [*(p.grad for p in params), *params]
+    assert len(history) == 6 * each
+    assert all(torch.equal(got, want) for got, want in zip(history[1 - each :], last, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(history[:each], history[-each:], strict=True)), "copies are kept"
+
+
 @pytest.mark.parametrize("wrong", [math.nan, -1.0])
 def test_the_largest_error_is_nan_if_one_is_and_has_no_sign(wrong, monkeypatch):
     steps = iter(([torch.ones(1), torch.full((1,), wrong), torch.ones(1)], [torch.ones(1)] * 3))
@@ -534,8 +576,10 @@ def test_the_largest_error_is_nan_if_one_is_and_has_no_sign(wrong, monkeypatch):
     ("options", "words"),
     [
         ("--steps 0", "--steps 0 must be 1 to"),
-        ("--seq-len 3000000", "--seq-len 3000000 must be 1 to 4096"),
+        ("--seq-len 4097", "--seq-len 4097 must be 1 to 4096"),
         ("--micro-batch -1", "--micro-batch -1 must be 1 to"),
+        ("--steps 100001", "--steps 100001 must be 1 to 100000"),
+        ("--micro-batch 65", "--micro-batch 65 must be 1 to 64"),
         ("--micro-batches 1001", "--micro-batches 1001 must be 1 to 1000"),
         ("--seq-len nan", "argument --seq-len: invalid int value: 'nan'"),
         ("--recompute yes", "unrecognized arguments: yes"),

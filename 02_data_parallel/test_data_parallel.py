@@ -225,27 +225,35 @@ def test_gradients_are_summed_over_the_given_group_only(name):
 
 
 def sums_of_a_transposed_weight():
-    found = []
+    found, weighted = [], []
     for grad_sync in (overlapped, bucketed):  # the ring refuses a tensor that is not contiguous
         p = nn.Parameter(torch.ones(2, 3).T)
         with grad_sync([p], dist.group.WORLD):
             p.sum().backward()
         found.append(p.grad.unique().tolist())
-    return found
+        weights = [nn.Parameter(torch.ones(2, 3).T), nn.Parameter(torch.ones(2))]  # in one bucket
+        with grad_sync(weights, dist.group.WORLD):
+            ((weights[0] * torch.arange(6.0).view(3, 2)).sum() + weights[1].sum()).backward()
+        weighted.append(weights[0].grad.tolist())
+    return found, weighted
 
 
 def test_the_sum_of_a_transposed_weight_arrives_in_its_gradient():
-    assert run_ranks(2, sums_of_a_transposed_weight) == [[[2.0], [2.0]]] * 2
+    sums, weighted = map(list, zip(*run_ranks(2, sums_of_a_transposed_weight), strict=True))
+    assert sums == [[[2.0], [2.0]]] * 2
+    assert weighted == [[[[0, 2], [4, 6], [8, 10]]] * 2] * 2, "each element stays in its place"
 
 
 def core_and_in_depth():
-    group, (tokens, labels) = dist.group.WORLD, local_batch(0)
+    """Three micro-batches; the labels of the core file lie in memory column by column."""
+    group = dist.group.WORLD
+    tokens, labels = (torch.cat(pair)[:3] for pair in zip(local_batch(0), local_batch(1), strict=True))
     options = {"bucketed": {"bucket_bytes": 64 * 1024}}
     results = {}
     for name, grad_sync in FORMS.items():
         core, deep = seeded_model(), seeded_model()
         reducer = gradient_reducers.VERSIONS[name](deep, group, **options.get(name, {}))
-        loss = train_step(core, tokens, labels, grad_sync, group)
+        loss = train_step(core, tokens, labels.mT.contiguous().mT, grad_sync, group)
         deep_loss = gradient_reducers.train_step(deep, reducer, list(zip(tokens, labels, strict=True)))
         results[name] = loss.item(), deep_loss.item(), gradients(core), gradients(deep)
     return results
@@ -315,11 +323,12 @@ def one_step():
     tokens, labels = local_batch(0)
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     with communication() as sent:
-        loss = train_step(model, tokens, labels, FORMS["bucketed"], dist.group.WORLD).item()
+        loss = train_step(model, tokens, labels, FORMS["bucketed"], dist.group.WORLD)
     assert sent.calls["all_reduce"] == 3 + 2, "three buckets, num_valid and the loss, once for both micro-batches"
     assert_no_gradients_overlap(model.parameters())
+    assert not loss.requires_grad, "the loss that is logged keeps the graphs of all micro-batches"
     unchanged = all(torch.equal(p, params[name]) for name, p in model.named_parameters())
-    return loss, gradients(model), (labels != IGNORE_INDEX).sum().item(), unchanged
+    return loss.item(), gradients(model), (labels != IGNORE_INDEX).sum().item(), unchanged
 
 
 def test_gradients_belong_to_the_returned_loss_even_if_a_rank_has_no_valid_token():
@@ -598,8 +607,9 @@ def test_a_tied_parameter_is_sent_once_and_a_frozen_one_never():
 
 def check_of_wrong_runs():
     """What the check says of parameters that are NaN and of a loss that is too small, on one rank, and of forms that
-    send as they should, too late and too much; and how many messages it counts."""
+    send as they should, too late (on all ranks, or on the last), too much, and all at once; and what it prints."""
     real, rank = data_parallel.train_step, dist.get_rank()
+    measure = data_parallel.train_next_to_reference
 
     def nan_on_one_rank(model, group):
         broadcast_params(model, group)
@@ -619,6 +629,9 @@ def check_of_wrong_runs():
             dist.all_reduce(p.grad.clone(), group=group)
             p.grad = torch.cat([p.grad.flatten()] * (1 + rank))[: p.numel()].view_as(p)
 
+    def late_on_one_rank(*given):
+        return measure(*given)._replace(num_early=2 - rank)
+
     said, asked = {}, (dist.group.WORLD, torch.device("cpu"))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for name, form in {"naive": naive, "late": late, "twice": twice}.items():
@@ -627,25 +640,34 @@ def check_of_wrong_runs():
             said["nan"] = data_parallel.check("nan", FORMS["bucketed"], *asked)
         with patch.object(data_parallel, "train_step", lambda *given: real(*given) - rank):
             said["small"] = data_parallel.check("small", FORMS["bucketed"], *asked)
-    return said, [int(line.split()[2]) for line in out.getvalue().splitlines()[:3]]
+        with patch.object(data_parallel, "train_next_to_reference", late_on_one_rank):
+            said["last"] = data_parallel.check("last", FORMS["bucketed"], *asked)
+        said["whole"] = data_parallel.check("whole", partial(bucketed, bucket_bytes=10**9), *asked)
+    return said, [line.split() for line in out.getvalue().splitlines()[:3]]
 
 
 def test_check_finds_nan_late_messages_and_too_many_bytes():
-    for rank, (said, messages) in enumerate(run_ranks(3, check_of_wrong_runs, timeout=LIMIT)):
+    for rank, (said, rows) in enumerate(run_ranks(3, check_of_wrong_runs, timeout=LIMIT)):
+        messages = [int(row[2]) for row in rows]
         assert said["naive"] == [] and messages == ([2 * 2 * 14, 14, 3 + 14] if rank == 0 else [])
         assert said["small"] == ["small: largest error 2.0e+00"]
         assert said["nan"] == ["nan: largest error nan"]
         assert said["late"] == ["late: no message is launched during the backward pass"]
         assert said["twice"] == ["twice: 1,883,584 bytes sent", f"twice: {(1 + rank) * 235_440:,} bytes of gradients"]
+        assert said["last"] == ["last: no message is launched during the backward pass"], "on rank 2"
+        assert said["whole"] == [], "a single message has nothing to overlap with"
+        assert rank or rows[2][4:] == ["1,883,584", "941,824", "235,440", "235,440"], "sent, stored, and by formula"
 
 
 def test_the_script_cuts_buckets_by_its_option_and_one_failure_is_enough(capsys, monkeypatch):
     monkeypatch.setattr(data_parallel, "init_distributed", lambda: torch.device("cpu"))
-    monkeypatch.setattr(sys, "argv", ["data_parallel.py", "--bucket-kib", "3"])
+    monkeypatch.setattr(sys, "argv", ["data_parallel.py", "--bucket-kib", "1"])
     alone = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "destroy_process_group": lambda: None}
-    with patch.multiple(dist, **alone), patch.object(data_parallel, "check", side_effect=[["slow"], [], []]) as check:
+    found = [["slow"], *[[]] * 5]
+    with patch.multiple(dist, **alone), patch.object(data_parallel, "check", side_effect=found) as check:
         assert data_parallel.main() == 1 and capsys.readouterr().out.splitlines()[-1] == "FAIL: slow"
-    assert check.call_args.args[1].keywords == {"bucket_bytes": 3 * 1024}
+        assert data_parallel.main() == 0 and capsys.readouterr().out.splitlines()[-1] == "PASS"
+    assert check.call_args.args[1].keywords == {"bucket_bytes": 1024}
 
 
 @pytest.mark.parametrize("option", [["--bucket-kib", "0"], ["--bucket-kib", "nan"], ["--ring"]])

@@ -1,6 +1,8 @@
 """The core file of ZeRO against a model written a second time, against in_depth, and against the harness's meters."""
 
+import argparse
 import contextlib
+import copy
 import gc
 import io
 import math
@@ -396,6 +398,23 @@ def test_no_grad_and_two_forwards_before_their_backwards_match_reference(stage):
         assert_same(gradients, torch.cat(own), what="gradients of two forwards", rank=rank)
 
 
+def shards_of_small_layers() -> list[list[float]]:
+    found = []
+    for inputs in (1, 4):
+        layer = nn.Linear(inputs, 1)
+        layer.weight.data = torch.arange(1.0, inputs + 1)[None]
+        layer.bias.data = torch.tensor([9.0])
+        found.append(FlatParam(layer, dist.group.WORLD).shard.tolist())
+    return found
+
+
+def test_ranks_behind_the_last_parameter_of_a_layer_own_padding():
+    """2 parameters on 4 ranks, and 5."""
+    first, second, third, fourth = run_ranks(4, shards_of_small_layers)
+    assert [first, second] == [[[1.0], [1.0, 2.0]], [[9.0], [3.0, 4.0]]]
+    assert [third, fourth] == [[[0.0], [9.0, 0.0]], [[0.0], [0.0, 0.0]]]
+
+
 def refuse_frozen() -> list[str]:
     said = []
     for what in ("q_proj", ""):  # one weight; a whole layer
@@ -431,19 +450,26 @@ def test_a_batch_without_labels_has_zero_loss_and_zero_gradients(stage):
 MANY = 32  # micro-batches, so that it matters in which dtype they are summed
 
 
-def gradient_in_bf16(stage: str) -> list[Tensor]:
+def gradient_in_bf16(stage: str, micro_batches: int = MANY) -> list[Tensor]:
     layers = [layer.float() for layer in build_layers()]
     sharded = STAGES[stage](layers, dist.group.WORLD, param_dtype=torch.bfloat16)
-    tokens, labels = get_batch(0, 2, MANY, "cpu")
+    tokens, labels = get_batch(0, 2, micro_batches, "cpu")
     with communication() as wire:
         forward_backward(sharded, tokens[dist.get_rank()], labels[dist.get_rank()])
         sharded.gather_params()
     sent = wire.sent["reduce_scatter"] + wire.sent["all_gather"]
-    formula = expected_bytes(int(stage[0]), sum(flat_sizes(2)) // 8, 2, MANY, 0)[1] // 4  # 2 bytes and not 8
+    formula = expected_bytes(int(stage[0]), sum(flat_sizes(2)) // 8, 2, micro_batches, 0)[1] // 4  # 2 bytes and not 8
     assert sent == formula, f"{sent:,} bytes are sent, by formula {formula:,}"
     for shard in shards_of(sharded):
         assert shard.dtype == shard.grad.dtype == torch.float32, "the master copy and its gradient are in fp32"
     return list(by_name(sharded, [shard.grad for shard in shards_of(sharded)]).values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_parameters_in_bf16_messages_are_narrow_and_sums_of_micro_batches_wide(stage):
+    for rank, gradients in enumerate(run_ranks(2, gradient_in_bf16, stage, 2)):
+        wide = any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
+        assert wide == (stage != "1"), f"rank {rank}: digits beyond those of bf16: {wide}"
 
 
 @cache
@@ -538,12 +564,34 @@ def test_nan_on_one_rank_fails_on_all(stage):
         assert "PASS" not in out
 
 
+def checks_next_to_wrong_references() -> list[bool]:
+    """Of stage 1 with three micro-batches, next to a right reference and to others that are wrong on rank 1 alone."""
+    args = argparse.Namespace(optimizer="sgd", micro_batches=3)
+    rank, group, device = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
+    right, passed = zero.train_reference(args, group, device), []
+    only_sent = lambda *of: (0, expected_bytes(*of)[1])  # noqa: E731
+    only_errors = patch.multiple(zero, bytes_stored=lambda: 0, expected_bytes=only_sent)
+    with only_errors, contextlib.redirect_stdout(io.StringIO()):
+        for fault in ("none", "loss", "gradient", "parameter"):
+            history = copy.deepcopy(right)
+            loss, grads, params = history[1]
+            grads[3][0] += 1e-6 * rank if fault == "gradient" else 0.0
+            params[0][0] += 1e-6 * rank if fault == "parameter" else 0.0
+            history[1] = (loss + (1e-6 * rank if fault == "loss" else 0.0), grads, params)
+            passed.append(zero.check("1", history, args, group, device))
+    return passed
+
+
+def test_the_check_compares_losses_gradients_and_parameters_of_every_rank():
+    assert run_ranks(2, checks_next_to_wrong_references) == [[True, False, False, False]] * 2
+
+
 def run_main_with_a_stage_off() -> tuple[int, str]:
-    """Of stages 2 and 1 the first stores a byte more than expected, on rank 1."""
+    """Of stages 2 and 3 the first stores a byte more than expected, on rank 1."""
     real = zero.expected_bytes
     off = lambda stage, *of: (real(stage, *of)[0] - (stage == 2) * dist.get_rank(), real(stage, *of)[1])  # noqa: E731
-    with patch.multiple(zero, expected_bytes=off, STAGES={stage: STAGES[stage] for stage in "21"}):
-        return run_main()
+    with patch.multiple(zero, expected_bytes=off, STAGES={stage: STAGES[stage] for stage in "23"}):
+        return run_main("--micro-batches", "3", "--optimizer", "adamw", "--prefetch", "0")
 
 
 def test_a_stage_that_fails_on_one_rank_fails_the_script_on_all():
@@ -551,6 +599,10 @@ def test_a_stage_that_fails_on_one_rank_fails_the_script_on_all():
     assert (code, other[0]) == (1, 1) and out.splitlines()[-1] == "FAIL"
     shown = [line.replace(", by formula", "").split()[-2:] for line in out.splitlines() if "formula" in line]
     assert len(shown) == 4 and all(measured == formula for measured, formula in shown), out
+    num_params = sum(flat_sizes(2)) // 8
+    formulas = [number for stage in (2, 3) for number in expected_bytes(stage, num_params, 2, 3, 3)]
+    assert [formula for _, formula in shown] == [f"{number:,}" for number in formulas], "of three micro-batches, AdamW"
+    assert "start_all_gather 0, run_layer 0, start_all_gather 1" in out, "--prefetch 0"
 
 
 @pytest.mark.parametrize(

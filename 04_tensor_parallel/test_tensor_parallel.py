@@ -1,6 +1,7 @@
 """The core file of tensor parallelism against an unsharded model written here, in_depth, and its own formulas."""
 
 import contextlib
+import copy
 import io
 import itertools
 import math
@@ -268,27 +269,40 @@ def operator_table(rank: int, tp: int) -> dict[str, tuple[Tensor, ...]]:
     }
 
 
-def operators() -> dict[str, list[tuple]]:
-    """Of each operator, for two layouts in memory: output, its bytes in memory, gradient, and the input afterwards."""
-    results = {}
-    for name, (given, _, grad_output, _) in operator_table(dist.get_rank(), dist.get_world_size()).items():
-        results[name] = []
-        for lay_out in (lambda x: x.clone(), lambda x: x.T.contiguous().T):
-            x = lay_out(given).requires_grad_()
-            out = getattr(tensor_parallel, name)(x, dist.group.WORLD)
-            out.backward(lay_out(grad_output))
-            results[name].append((out.detach(), out.untyped_storage().nbytes(), x.grad, x.detach()))
-    return results
+def operators() -> tuple[dict[str, list[tuple]], list[bool]]:
+    """Of each operator, for two layouts in memory: output, its bytes in memory, gradient, and the input afterwards.
+    And whether each message was in one piece."""
+    results, in_one_piece = {}, []
+
+    def recorded(collective):
+        def call(*given, **options):
+            in_one_piece.append(all(x.is_contiguous() for x in given if isinstance(x, Tensor)))
+            return collective(*given, **options)
+
+        return call
+
+    names = ("all_gather_single", "reduce_scatter_single")
+    singles = {name: recorded(getattr(tensor_parallel, name)) for name in names}
+    with patch.multiple(tensor_parallel, **singles), patch.object(dist, "all_reduce", recorded(dist.all_reduce)):
+        for name, (given, _, grad_output, _) in operator_table(dist.get_rank(), dist.get_world_size()).items():
+            results[name] = []
+            for lay_out in (lambda x: x.clone(), lambda x: x.T.contiguous().T):
+                x = lay_out(given).requires_grad_()
+                out = getattr(tensor_parallel, name)(x, dist.group.WORLD)
+                out.backward(lay_out(grad_output))
+                results[name].append((out.detach(), out.untyped_storage().nbytes(), x.grad, x.detach()))
+    return results, in_one_piece
 
 
 def test_operators_match_the_table():
-    for rank, results in enumerate(run_ranks(2, operators)):
+    for rank, (results, in_one_piece) in enumerate(run_ranks(2, operators)):
         for name, (given, expected, _, expected_grad) in operator_table(rank, 2).items():
             for out, nbytes, grad, x in results[name]:
                 assert_same(out, expected, what=f"{name}: the output", rank=rank)
                 assert_same(grad, expected_grad, what=f"{name}: the gradient", rank=rank)
                 assert torch.equal(x, given), f"{name}: the input was overwritten"
                 assert nbytes == expected.nbytes, f"{name}: {nbytes} bytes stay in memory for {expected.nbytes}"
+        assert all(in_one_piece), "Gloo takes a message with gaps, NCCL sends it as it lies"
 
 
 # ----------------------------------------------------------------------------------------------- agreeing with in_depth
@@ -621,6 +635,10 @@ def test_a_bad_option_is_one_line_and_exit_code_2(argv, ranks, message, monkeypa
 def ids_out_of_range() -> None:
     tp = TPContext(dist.group.WORLD, False)
     params, (tokens, labels) = shard_params(full_params(SMALL), SMALL, tp), get_batch(0, SMALL)
+    tokens[0, :2] = torch.tensor([0, 12])
+    labels[0, 1:3] = torch.tensor([0, 12])
+    loss = loss_sum(params, tokens, labels, SMALL, tp)
+    assert_same(loss_sum(params, tokens, labels.T.contiguous().T, SMALL, tp), loss, 0.0, "the loss of strided labels")
     for wrong in (13, -1):
         for what, batch in (("token", (tokens.clone(), labels)), ("label", (tokens, labels.clone()))):
             batch[what == "label"][1, 3] = wrong
@@ -630,8 +648,28 @@ def ids_out_of_range() -> None:
     assert loss_sum(params, tokens, labels, SMALL, tp).item() == 0
 
 
-def test_ids_beyond_the_vocabulary_are_refused():
+def test_ids_beyond_the_vocabulary_are_refused_and_the_first_and_last_are_not():
     run_ranks(2, ids_out_of_range)
+
+
+def checks_of_wrong_runs() -> list[bool]:
+    """Of three steps as they should be, and of others with a value that is off on rank 1 alone."""
+    tp, alone = TPContext(dist.group.WORLD, False), [dist.new_group([rank]) for rank in range(2)]
+    reference, right = train(SMALL, TPContext(alone[tp.rank], False)), train(SMALL, tp)
+    passed = []
+    for fault in ("none", "loss", "gradient", "parameter"):
+        losses, history = copy.deepcopy(right)
+        values = {"none": torch.zeros(1), "loss": losses[1]}
+        values |= {"gradient": history[1]["0.q_proj.bias"], "parameter": history[3]["norm.weight"]}
+        values[fault].detach().view(-1)[0] += 1e-6 * tp.rank
+        trained = patch.object(tensor_parallel, "train", return_value=(losses, history))
+        with trained, contextlib.redirect_stdout(io.StringIO()):
+            passed.append(tensor_parallel.check(fault, SMALL, tp, reference, "cpu"))
+    return passed
+
+
+def test_the_check_compares_losses_gradients_and_parameters_of_every_rank():
+    assert run_ranks(2, checks_of_wrong_runs) == [[True, False, False, False]] * 2
 
 
 def run_main_with_an_error(where: str) -> tuple[int, str]:
@@ -666,4 +704,8 @@ def test_an_error_on_one_rank_fails_on_all(where):
     assert first == second == 1
     assert out.splitlines()[-1] == "FAIL" and ("largest error inf" in out) == (where != "bytes")
     assert out.count("error") == out.count("tensor parallel") == len(FORMS), "--layout tensor"
+    lines = [line.split() for line in out.splitlines()]
+    assert float(next(line[-1] for line in lines if line[2].startswith("overlapped"))) <= 1e-10, "it has no NaN"
+    counts = [(line[2].rstrip(","), line[-1]) for line in lines if line[0] == "bytes"]
+    assert len(counts) == 3 * len(FORMS) and all(measured == expected for measured, expected in counts), out
     assert f"{expected_bytes(TINY._replace(n_kv_heads=4), 2, False, False)[0]:,}" in out, "--kv-heads 4"

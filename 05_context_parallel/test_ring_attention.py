@@ -4,6 +4,7 @@ import random
 import sys
 import time
 from functools import cache
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -80,6 +81,14 @@ def three_steps(form: str, layout: str, group: dist.ProcessGroup) -> list[Tensor
         for p in params:
             results.append(p.grad)
             p.data, p.grad = p.data - 0.1 * p.grad, None
+    if group.rank() > 0:
+        shard[1].fill_(script.IGNORE_INDEX)  # from now on labels are on one rank only
+    with torch.no_grad():
+        logits = script.run_model(model, shard[0], shard[2], attention)
+    loss = script.forward_backward(model, shard, attention, group)
+    if group.rank() == 0:
+        own = F.cross_entropy(logits.flatten(0, 1), shard[1].flatten())
+        assert_same(loss, own, what="the loss where one rank has all labels")
     shard[1].fill_(script.IGNORE_INDEX)
     assert script.forward_backward(model, shard, attention, group) == 0, "without any label a loss is 0, not 0/0"
     return results + [p.detach() for p in params]
@@ -119,17 +128,15 @@ def test_groups_that_are_slices_of_the_world_match_reference():
 
 
 def test_labels_and_positions_follow_their_tokens():
-    tokens = torch.randperm(45).view(1, 45) + 1
-    for layout in LAYOUTS:
-        for P in (1, 2, 3, 4):
-            parts = [script.shard_sequence(tokens, layout, rank, P) for rank in range(P)]
-            mine, labels, where = (torch.cat(x, -1).flatten() for x in zip(*parts, strict=True))
-            assert sorted(where.tolist()) == list(range(45 + -45 % (2 * P))), "every place once"
-            for token, label, at in zip(mine.tolist(), labels.tolist(), where.tolist(), strict=True):
-                assert token == (tokens[0, at].item() if at < 45 else 0)
-                assert label == (tokens[0, at + 1].item() if at < 44 else script.IGNORE_INDEX), (
-                    f"{layout}: label of {at}"
-                )
+    for length, layout, P in product((2, 45, 48), LAYOUTS, (1, 2, 3, 4)):  # 48 needs no padding on any of them
+        tokens = torch.randperm(length).view(1, length) + 1
+        parts = [script.shard_sequence(tokens, layout, rank, P) for rank in range(P)]
+        mine, labels, where = (torch.cat(x, -1).flatten() for x in zip(*parts, strict=True))
+        assert sorted(where.tolist()) == list(range(length + -length % (2 * P))), "every place once"
+        for token, label, at in zip(mine.tolist(), labels.tolist(), where.tolist(), strict=True):
+            assert token == (tokens[0, at].item() if at < length else 0)
+            following = tokens[0, at + 1].item() if at < length - 1 else script.IGNORE_INDEX
+            assert label == following, f"{layout}: label of {at}"
 
 
 # ---------------------------------------------------------------------------------------------------- attention alone
@@ -214,6 +221,9 @@ def test_merge_equals_softmax_of_all_keys():
     assert want[1].max() > 800  # e^710 is too large for float64
     for name, x, y in zip(("out", "lse"), got, want, strict=True):
         assert_same(x, y, what=name)
+    for half in (torch.float16, torch.bfloat16):
+        low = script.attention_block(q.to(half), k.to(half), v.to(half), False)
+        assert [x.dtype for x in low] == [torch.float32] * 2, f"attention to keys in {half} adds up in {low[0].dtype}"
 
 
 # ------------------------------------------------------------------------------------------------ bytes, pairs, order
@@ -240,7 +250,10 @@ def costs(dtype: torch.dtype) -> list:
             out = script.RingAttention.apply(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), layout, ring)
         own = ring.bytes_sent
         with communication() as backward:
-            out.backward(dout)
+            out.backward(dout, retain_graph=True)
+        once = [x.grad.clone() for x in (q, k, v)]
+        out.backward(dout)  # once more: what was saved is as it was
+        assert all(torch.equal(x.grad, 2 * g) for x, g in zip((q, k, v), once, strict=True)), layout
         found.append((forward.total, backward.total, saved.bytes, own, sum(pairs), {*forward.calls}, {*backward.calls}))
     return found
 
@@ -372,33 +385,70 @@ def test_hidden_blocks_are_sent_on_without_computation():
 # ----------------------------------------------------------------------------------------------------- the script
 
 
+def off_by(loss: float, gradient: float):
+    def forward_backward(model, *rest, plain=script.forward_backward):
+        result = plain(model, *rest)
+        model[0].weight.grad *= gradient  # so little that the parameters and the next loss are within 1e-10
+        return loss * result
+
+    return forward_backward
+
+
 def checked(spoil: str) -> list[str]:
     plain = script.expected_bytes
     name, spoiled = {
         "": ("expected_bytes", plain),
         "nan": ("merge_attention", lambda out, lse, *block: (block[0] * torch.nan, lse)),
         "bytes": ("expected_bytes", lambda form, *sizes: (plain(form, *sizes)[0] + (form == "simple"), 8)),
+        "loss": ("forward_backward", off_by(1 + 1e-8, 1)),
+        "gradient": ("forward_backward", off_by(1, 1 + 1e-8)),
     }[spoil]
+    lengths = [32, 31, 31]  # 32 needs no padding
+    cases = [(*version, length) for version, length in zip(VERSIONS, lengths, strict=True)]
     with patch.object(script, name, spoiled):
-        return [x for form, layout in VERSIONS for x in script.check(form, layout, 31, dist.group.WORLD, CPU)]
+        return [x for case in cases for x in script.check(*case, dist.group.WORLD, CPU)]
 
 
-@pytest.mark.parametrize(("spoil", "failures"), [("", 0), ("nan", 6), ("bytes", 6)])
+@pytest.mark.parametrize(("spoil", "failures"), [("", 0), ("nan", 6), ("bytes", 6), ("loss", 6), ("gradient", 6)])
 def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes(spoil, failures):
     for found in run_ranks(2, checked, spoil):  # three forms on two ranks
         assert len(found) == failures and all("error nan" in line or spoil != "nan" for line in found), found
+        if spoil == "bytes":  # a block is 2 x 2 x 16 x 2 x 8 elements; 2 layers, 3 steps, 2 or 3 messages
+            assert found[0].endswith("; bytes sent 98,304, expected 98,305")
+            assert found[5].endswith("; bytes sent 147,456, expected 147,456; bytes saved 153,600, expected 8")
+
+
+def test_all_forms_are_checked_and_the_last_line_is_pass_or_what_failed(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with patch.dict("os.environ"):
+        for length, wrong in ((2, False), (16384, True)):  # the shortest and the longest
+            monkeypatch.setattr(sys, "argv", ["ring_attention.py", "--seq-len", str(length)])
+            monkeypatch.setattr(script, "check", lambda *case, wrong=wrong: [f"{case[:3]}"] * wrong)
+            assert script.main() == wrong
+            failures = "; ".join(f"{(*version, length)}" for version in VERSIONS)
+            assert capsys.readouterr().out == (f"FAIL: {failures}\n" if wrong else "PASS\n")
 
 
 @pytest.mark.parametrize("core", [script, ulysses], ids=lambda core: core.__name__)
 def test_bfloat16_tells_positions_1000_and_1001_apart_and_the_longest_batch_has_text(core):
     x, positions = torch.ones(1, 2, 1, 8), torch.tensor([1000, 1001])
     assert_same(core.apply_rotary(x.bfloat16(), positions), core.apply_rotary(x, positions), 1e-2, "RoPE in bf16")
-    assert core.get_batch(2, 16384, CPU).shape == (core.BATCH, 16384)
+    text = 9 * list(Path(core.tokenize.__file__).read_bytes())  # which begins anew where it ends
+    want = torch.tensor(text[1400:][: core.BATCH * 16384]).view(core.BATCH, 16384)
+    assert torch.equal(core.get_batch(2, 16384, CPU), want)
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["--seq-len", "1"], ["--seq-len", "9" * 20], ["--seq-len", "nan"], ["--seq-len", ""], ["--layout", "x"]],
+    [
+        ["--seq-len", "1"],
+        ["--seq-len", "16385"],
+        ["--seq-len", "9" * 20],
+        ["--seq-len", "nan"],
+        ["--seq-len", ""],
+        ["--layout", "x"],
+    ],
 )
 def test_bad_options_are_refused_in_one_line(argv):
     assert argv[0] in refusal(script.main, argv)

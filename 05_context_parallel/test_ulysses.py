@@ -76,6 +76,14 @@ def trained(slices: bool = False, delays: bool = False) -> list[Tensor]:
             for p in params:
                 results.append(p.grad)
                 p.data, p.grad = p.data - 0.1 * p.grad, None
+        if group.rank() > 0:
+            shard[1].fill_(script.IGNORE_INDEX)  # from now on labels are on one rank only
+        with torch.no_grad():
+            logits = script.run_model(model, shard[0], shard[2], attention)
+        loss = script.forward_backward(model, shard, attention, group)
+        if group.rank() == 0:
+            own = F.cross_entropy(logits.flatten(0, 1), shard[1].flatten())
+            assert_same(loss, own, what="the loss where one rank has all labels")
         shard[1].fill_(script.IGNORE_INDEX)
         assert script.forward_backward(model, shard, attention, group) == 0, "without any label a loss is 0, not 0/0"
     return results + [p.detach() for p in params]
@@ -144,6 +152,11 @@ def exchanged() -> list[Tensor]:
     with communication() as sent:
         heads = script.seq_to_heads(q, k, k + 1000, comm)
         back = script.heads_to_seq(heads[0], 6, comm)
+    rows, each = torch.ones(comm.cp, 3, requires_grad=True), [1] * comm.cp
+    squares = script.AllToAll.apply(rows, each, each, comm).square()
+    (gradient,) = torch.autograd.grad(squares.sum(), rows, create_graph=True)
+    gradient.sum().backward()
+    assert torch.equal(rows.grad, 2 * torch.ones(comm.cp, 3)), "the second derivative of squares"
     return [*(x[0, :, :, 0] for x in heads), (back - q).abs().amax((0, 3)), sent.calls]
 
 
@@ -213,22 +226,56 @@ def test_bytes_match_the_formulas(heads, P):
 # ----------------------------------------------------------------------------------------------------- the script
 
 
-def checked(spoil: str) -> list[str]:
+class NameOfAGpu(str):
+    """Tensors are on the CPU, and the script is told that this is a GPU, where PyTorch would save the scores."""
+
+    type = "cuda"
+
+
+def off_by(loss: float, gradient: float):
+    def forward_backward(model, *rest, plain=script.forward_backward):
+        result = plain(model, *rest)
+        model[0].weight.grad *= gradient  # so little that the parameters and the next loss are within 1e-10
+        return loss * result
+
+    return forward_backward
+
+
+def checked(spoil: str, device: str = "cpu") -> list[str]:
     plain, attention = script.expected_bytes, script.causal_attention
     name, spoiled = {
         "": ("expected_bytes", plain),
         "nan": ("causal_attention", lambda *x: attention(*x) * (torch.nan if x[0].shape[2] < 6 else 1)),
         "sent": ("expected_bytes", lambda *sizes: (plain(*sizes)[0] + 8, plain(*sizes)[1])),
         "saved": ("expected_bytes", lambda *sizes: (plain(*sizes)[0], plain(*sizes)[1] + 8)),
+        "loss": ("forward_backward", off_by(1 + 1e-8, 1)),
+        "gradient": ("forward_backward", off_by(1, 1 + 1e-8)),
     }[spoil]
+    where = CPU if device == "cpu" else NameOfAGpu("cpu")
     with patch.object(script, name, spoiled):
-        return script.check(31, dist.group.WORLD, CPU)
+        lengths = [31] if spoil else [31, 32]  # 32 needs no padding
+        return [line for length in lengths for line in script.check(length, dist.group.WORLD, where)]
 
 
-@pytest.mark.parametrize("spoil", ["", "nan", "sent", "saved"])
+@pytest.mark.parametrize("spoil", ["", "nan", "sent", "saved", "loss", "gradient"])
 def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes(spoil):
-    for found in run_ranks(2, checked, spoil):
+    for found in run_ranks(2 if spoil else 4, checked, spoil):  # 4 ranks have 2, 2, 1 and 1 heads
         assert len(found) == 2 * bool(spoil) and all("error nan" in line or spoil != "nan" for line in found), found
+
+
+def test_check_compares_saved_bytes_on_cpus_only():
+    assert run_ranks(2, checked, "saved", "a GPU") == [[], []]
+
+
+def test_the_last_line_is_pass_or_what_failed(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with patch.dict("os.environ"):
+        for length, wrong in ((2, False), (16384, True)):  # the shortest and the longest
+            monkeypatch.setattr(sys, "argv", ["ulysses.py", "--seq-len", str(length)])
+            monkeypatch.setattr(script, "check", lambda *case, wrong=wrong: [f"{case[0]} tokens"] * wrong)
+            assert script.main() == wrong
+            assert capsys.readouterr().out == ("FAIL: 16384 tokens\n" if wrong else "PASS\n")
 
 
 STAND_IN = ROOT / "tests/fake_device"
@@ -259,6 +306,7 @@ def test_saved_bytes_are_checked_on_cpus_only(gpus):
     ("argv", "ranks", "named"),
     [
         (["--seq-len", "1"], 1, "--seq-len 1"),
+        (["--seq-len", "16385"], 1, "--seq-len 16385"),
         (["--seq-len", "9" * 20], 1, "--seq-len 9"),
         (["--seq-len", "nan"], 1, "--seq-len"),
         ([], 7, "--nproc_per_node 7: use 6 or less"),

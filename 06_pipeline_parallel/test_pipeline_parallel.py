@@ -146,6 +146,19 @@ def test_every_layer_is_in_one_stage_and_stages_differ_by_one_block_at_most():
             assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1, (num_blocks, p, sizes)
 
 
+def test_labels_are_the_next_tokens_and_the_last_of_several_micro_batches_has_none():
+    text = list(Path(pipe.tokenize.__file__).read_bytes())
+    for step, m in ((0, 1), (2, 1), (0, 2), (2, 3)):
+        tokens, labels = get_batch(step, m)
+        assert len(tokens) == len(labels) == 2 * m
+        for i in range(2 * m):
+            start = 50 * (2 * m * step + i)
+            ignored = 24 if m > 1 and i >= 2 * m - 2 else i  # the first i labels of sequence i are
+            assert tokens[i].tolist() == text[start : start + 24]
+            targets = [IGNORE_INDEX] * ignored + text[start + 1 + ignored : start + 25]
+            assert labels[i].tolist() == targets, f"step {step}, sequence {i} of {m} micro-batches"
+
+
 # --------------------------------------------------------------------------------------------------------- in depth
 
 
@@ -291,6 +304,7 @@ def test_simulate_gives_the_formulas_and_agrees_with_in_depth(name):
             assert [end for *_, end in timeline] == list(expected.end[rank]), f"rank {rank} ends"
         idle = max(end for timeline in timelines for *_, end in timeline) - 3 * m
         assert idle == 3 * (p - 1) * (m if name == "naive" else 1)
+        assert pipe.expected_numbers(name, p, m)[0] == round(idle / (3 * m), 6)
 
 
 def test_the_drawings_in_the_docstring_are_what_is_drawn():
@@ -299,6 +313,8 @@ def test_the_drawings_in_the_docstring_are_what_is_drawn():
         assert all(line.strip() in pipe.__doc__ for line in drawing.splitlines()), drawing
     long = pipe.render(pipe.simulate([[("F", i) for i in range(64)]]))
     assert len(long) < 110 and long.endswith("...")
+    fits = pipe.render(pipe.simulate([[("F", i) for i in range(29)]]))  # 29 units of 3 characters
+    assert fits.endswith("F28"), fits
 
 
 # ------------------------------------------------------------------------------------------- bytes sent and stored
@@ -325,6 +341,7 @@ def test_bytes_stored_and_sent_match_the_formulas():
                 where = f"{name}, rank {rank} of {p}"
                 assert calls == {"send": n, "recv": n, "all_reduce": 1}, f"{where}: messages {calls}"
                 assert payload == sent and by_itself == sent["send"], f"{where}: bytes {payload}, not {sent}"
+                assert pipe.expected_numbers(name, p, m)[2][rank] == sent["send"], f"{where}: by the script's formula"
         stored = [parameters for _, parameters in ranks]
         assert sum(stored) == held_bytes(build_model(p + 1)).parameters and (p == 2 or max(stored) < sum(stored) / 2)
 
@@ -491,7 +508,9 @@ def three_messages():
             stage.send(view_with_gaps(factor), to)
         assert stage.recv(None) is None
         return []
-    return [stage.recv(0), stage.recv(0)]
+    received = [stage.recv(0), stage.recv(0)]
+    assert stage.blocked_on == "receive from rank 0"
+    return received
 
 
 def test_messages_arrive_as_they_were_sent():
@@ -532,7 +551,8 @@ def test_gradients_accumulate_over_steps_and_the_loss_has_no_graph():
 
 def error_in_bf16(m):
     """Error of the pipeline and of one process in all gradients: both in bf16, both against float64."""
-    trace, _ = train("1f1b", m, 3, dtype=torch.bfloat16, steps=1)
+    trace, stage = train("1f1b", m, 3, dtype=torch.bfloat16, steps=1)
+    assert stage.loss.dtype == torch.float64, f"losses of micro-batches add up in {stage.loss.dtype}"
     runs = (trace, reference(3, m, torch.bfloat16, 1), reference(3, m))
     names = sorted(trace.weights)
     got, dense, exact = (torch.cat([run.gradients[0][n].double().flatten() for n in names]) for run in runs)
@@ -584,8 +604,14 @@ def test_the_script_passes_and_every_option_changes_what_it_prints(p):
 
 
 def run_main_with(fault):
-    """One parameter of one block is NaN, the formulas give something else, or rank 1 is not blocked."""
-    plain = pipe.build_model
+    """One parameter of one block is NaN, gradients are a little off, the formulas differ, or rank 1 is not blocked."""
+    plain, plain_step = pipe.build_model, pipe.forward_backward
+
+    def step_with_an_error(stage, *args):
+        loss = plain_step(stage, *args)
+        for p in stage.layers.parameters():
+            p.grad *= 1 + 1e-6
+        return loss
 
     def build_with_nan(num_blocks):
         model = plain(num_blocks)
@@ -595,15 +621,41 @@ def run_main_with(fault):
     faults = {"find_deadlock": lambda group: "" if fault == "no deadlock" and dist.get_rank() else "blocked"}
     faults |= {"build_model": build_with_nan} if fault == "error nan" else {}
     faults |= {"expected_numbers": lambda *sizes: (9, [], [])} if fault == "idle time" else {}
+    faults |= {"forward_backward": step_with_an_error} if fault == "error" else {}
     with patch.multiple(pipe, **faults):
         return run_main("--schedule", "1f1b")
 
 
-@pytest.mark.parametrize("fault", ["error nan", "idle time", "no deadlock"], ids=["nan", "formula", "deadlock"])
+# The last line: what is wrong, and nothing else; two ranks send 6 micro-batches of 12,288 bytes to each other
+FAULTS = {
+    "error nan": "1f1b: error nan; 1f1b: error nan",
+    "error": r"1f1b: error \d\.\de-\d\d; 1f1b: error \d\.\de-\d\d",
+    "idle time": r"1f1b: idle.*0.166667, not 9; 1f1b: micro.* \[2, 1\], not ..; 1f1b: bytes.* \[73728, 73728\], not ..",
+    "no deadlock": "1f1b, one by one: no deadlock",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=["nan", "small", "formula", "deadlock"])
 def test_nan_another_number_than_the_formula_and_no_deadlock_fail(fault):
-    for code, out, _ in run_ranks(2, run_main_with, fault, timeout=10):
-        assert code == 1 and "PASS" not in out
-        assert not out or re.search(f"FAIL: 1f1b.*: {fault}", out), out
+    (code, out, _), (other_code, nothing, _) = run_ranks(2, run_main_with, fault, timeout=10)
+    assert (code, other_code, nothing) == (1, 1, "") and "PASS" not in out
+    assert re.search(f"\nFAIL: {FAULTS[fault]}\n$", out), out
+
+
+def run_main_without_checks():
+    """The check of a schedule says with which sizes it was called, if there is more than one micro-batch."""
+    checks = {"find_deadlock": lambda group: ""}
+    checks["check"] = lambda name, model, reference, m, group: [f"{name} {len(model) - 2} {m}"] * (m > 1)
+    with patch.multiple(pipe, **checks):
+        some = run_main("--schedule", "afab", "--micro-batches", "3", "--layers", "5")
+        return run_main(), some, run_main("--micro-batches", "1", "--layers", "1")
+
+
+def test_main_checks_all_schedules_or_the_named_one_in_the_sizes_of_its_options():
+    codes, outs, errors = zip(*run_ranks(1, run_main_without_checks)[0], strict=True)
+    assert codes == (1, 1, 0) and errors == ("", "", "")
+    last = ["FAIL: naive 6 6; afab 6 6; 1f1b 6 6", "FAIL: afab 5 3", "PASS"]
+    assert list(outs) == [f"1f1b, one by one: one rank sends no message\n{line}\n" for line in last]
 
 
 @pytest.mark.parametrize(
@@ -617,6 +669,7 @@ def test_nan_another_number_than_the_formula_and_no_deadlock_fail(fault):
         (["--layers", "3"], ["--layers 3", "4 rank(s)", "4 to 64"]),
         (["--layers", "65"], ["--layers 65", "4 to 64"]),
         (["--layers", "64", "--micro-batches", "64"], ["allowed"]),
+        (["--layers", "4", "--micro-batches", "1"], ["allowed"]),
         (["--layer", "6"], ["--layer 6"]),
         (["7"], ["7"]),
     ],

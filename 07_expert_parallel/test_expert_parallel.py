@@ -292,6 +292,8 @@ def router_gradients() -> dict[int, float]:
         (y * numbers(12, HIDDEN, seed=1)).sum().backward()
         largest[top_k] = w[0].grad.abs().max().item()
     x = numbers(2, HIDDEN).requires_grad_()
+    expert_parallel.AllToAll.apply(x, [2], [2], dist.group.WORLD).sum().backward()
+    assert (x.grad == 1).all(), "the gradient of a sum is one number, expanded"
     rows = expert_parallel.AllToAll.apply(x, [2], [2], dist.group.WORLD)
     (dx,) = torch.autograd.grad(rows.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):  # a second derivative
@@ -430,7 +432,9 @@ def test_bytes_sent_match_the_formula(ep, top_k, dtype):
         assert got["wire"] == rows + counts, f"rank {rank} sends {got['wire']} bytes; the formula: {rows} + {counts}"
         assert got["sent"] == {"rows": rows, "counts": counts}, f"rank {rank}: the file's own count"
         if dtype == torch.float64:
-            assert expert_parallel.expected_bytes([dispatch_table(ep, top_k)], rank) == got["sent"], f"rank {rank}"
+            tables = [dispatch_table(ep, top_k)] * 3  # of several layers and steps
+            assert expert_parallel.expected_bytes(tables[:1], rank) == got["sent"], f"rank {rank}"
+            assert expert_parallel.expected_bytes(tables, rank) == {"rows": 3 * rows, "counts": 3 * counts}
 
 
 @pytest.mark.parametrize("ep", TOKENS)
@@ -480,15 +484,15 @@ def test_bytes_saved_for_backward_match_the_formula(ep):
 
 def test_router_probs_are_float32_for_bf16_tokens_and_under_autocast():
     x, router = numbers(20, 64), numbers(E, 64, seed=1)
-    half = x.bfloat16()
-    expected = F.linear(half.double(), router.bfloat16().double()).softmax(-1)
-    for autocast in (False, True):
+    for dtype, autocast in product((torch.bfloat16, torch.float16), (False, True)):
+        half, low = x.to(dtype), router.to(dtype)
+        expected = F.linear(half.double(), low.double()).softmax(-1)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            _, weights, probs = route(half, router.bfloat16(), 2)
-            _, _, full = route(half.float(), router.bfloat16().float(), 2)
+            _, weights, probs = route(half, low, 2)
+            _, _, full = route(half.float(), low.float(), 2)
         assert probs.dtype == weights.dtype == torch.float32
         for got in (probs, full):
-            assert_same(got, expected, 1e-5, f"probabilities, autocast {autocast}")
+            assert_same(got, expected, 1e-5, f"probabilities of {dtype}, autocast {autocast}")
     assert route(x, router, 2)[2].dtype == torch.float64
 
 
@@ -515,20 +519,26 @@ def test_bf16_is_as_close_to_float64_as_the_dense_layer(ep):
         assert error <= 1.5 * own, f"{name}: {error:.2e} from float64, where the dense layer in bf16 is {own:.2e}"
 
 
-def bf16_combination() -> tuple[Tensor, Tensor]:
+def bf16_combination() -> tuple[Tensor, ...]:
     x = numbers(40, HIDDEN, seed=9, dtype=torch.bfloat16)
     router, w1, w3, w2 = (t.bfloat16() for t in layer_weights().values())
     y, _, experts = moe(x, router, w1, w3, w2, 3, None, dist.group.WORLD)
     weights = route(x, router, 3)[1]
     outs = torch.stack([expert_parallel.expert_mlp(x, w1[e], w3[e], w2[e]) for e in range(E)], 1).double()  # [T, E, H]
     chosen = outs.gather(1, experts[..., None].expand(-1, -1, HIDDEN))
-    return y, (chosen * weights[..., None].double()).sum(1)
+    x32 = x.float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y32, *_ = moe(x32, router.float(), w1.float(), w3.float(), w2.float(), 3, None, dist.group.WORLD)
+    y32.sum().backward()
+    return y, (chosen * weights[..., None].double()).sum(1), y32.detach(), x32.grad
 
 
 def test_expert_outputs_are_weighted_and_added_in_float32():
-    y, expected = run_ranks(1, bf16_combination)[0]
+    y, expected, y32, gradient = run_ranks(1, bf16_combination)[0]
     different = (y != expected.bfloat16()).float().mean().item()
     assert different < 0.01, f"{100 * different:.0f} % of the outputs are not the rounded sum of the rounded parts"
+    assert_same(y32, expected, 1e-2, "under autocast the experts compute in bf16, and their sum")
+    assert y32.dtype == gradient.dtype == torch.float32 and gradient.isfinite().all()
 
 
 # -------------------------------------------------------------------------------------------- modes, lifetimes, order
@@ -579,23 +589,53 @@ def check_with_an_error(what: str) -> list[str]:
     def views(full, rank, ep) -> dict:
         return {n: (t if ep == 1 else shard(n, t, rank, ep)).detach().requires_grad_() for n, t in full.items()}
 
+    def a_little_off(params, group, plain=expert_parallel.all_reduce_grads) -> None:
+        plain(params, group)
+        params["head"].grad.mul_(1 + 1e-6)
+
     spoiled = {
         "NaN": {"build_model": nan_in_the_head},
         "views": {"shard_experts": views},
         "no sum": {"all_reduce_grads": lambda *args: None},
+        "small": {"all_reduce_grads": a_little_off},
     }
     with patch.multiple(expert_parallel, **spoiled[what]), contextlib.redirect_stdout(io.StringIO()):
         return expert_parallel.check(1, None, 8, dist.group.WORLD, torch.device("cpu"))
 
 
-@pytest.mark.always("NaN-largest error nan", "views-bytes stored")
+@pytest.mark.always("NaN-largest error nan", "views-bytes stored", "small-largest error")
 @pytest.mark.parametrize(
-    ("what", "words"), [("NaN", "largest error nan"), ("views", "bytes stored"), ("no sum", "largest error")]
+    ("what", "words"),
+    [
+        ("NaN", "largest error nan"),
+        ("views", "bytes stored"),
+        ("no sum", "largest error"),
+        ("small", "largest error"),
+    ],
 )
 def test_check_names_the_error_and_the_rank(what, words):
     for failures in run_ranks(2, check_with_an_error, what):
         for rank in range(2):
             assert any(words in line and f"rank {rank}" in line for line in failures), failures
+
+
+def check_with_capacity() -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return expert_parallel.check(2, 1.0, 4, dist.group.WORLD, torch.device("cpu"))
+
+
+def test_check_finds_nothing_wrong_where_uneven_ranks_drop_rows():
+    assert run_ranks(2, check_with_capacity) == [[], []]
+
+
+def test_labels_are_the_next_tokens_and_rank_1_has_none():
+    text = list(Path(expert_parallel.tokenize.__file__).read_bytes())
+    for step, (rank, sequences) in product((0, 2), ((0, 3), (1, 1), (2, 2), (3, 2), (4, 3))):
+        tokens, labels = expert_parallel.get_batch(step, rank, "cpu")
+        start = 5000 * step + 300 * rank
+        windows = [text[start + 25 * i :][:25] for i in range(sequences)]
+        assert tokens.tolist() == [window[:-1] for window in windows], f"step {step}, rank {rank}"
+        assert labels.tolist() == [24 * [IGNORE_INDEX] if rank == 1 else window[1:] for window in windows]
 
 
 def run_main(options: str, monkeypatch, capsys) -> tuple[int, str]:
@@ -617,6 +657,7 @@ def test_pass_is_the_last_line_and_a_failure_is_exit_code_1(monkeypatch, capsys)
         monkeypatch.setattr(expert_parallel, "check", lambda *case: [f"{case[:2]}"])
         three = {f"--experts {n}": f"(1, None); ({k}, None); (1, 1.0)" for n, k in ((1, 1), (3, 2))}
         one = {"--capacity-factor 2": "(1, 2.0)", "--top-k 2": "(2, None)", "--top-k 2 --capacity-factor 1": "(2, 1.0)"}
+        one["--experts 1024 --capacity-factor 1024"] = "(1, 1024.0)"  # the most that is allowed
         for options, failures in (three | one).items():
             assert run_main(options, monkeypatch, capsys) == (1, f"FAIL: {failures}\n")
 
@@ -628,6 +669,8 @@ def test_pass_is_the_last_line_and_a_failure_is_exit_code_1(monkeypatch, capsys)
         ("--top-k nan", "--top-k: invalid int value: 'nan'"),
         ("--experts 7", "--experts 7: use a multiple of 2"),
         ("--experts 0", "--experts 0: use"),
+        ("--experts 1026", "--experts 1026: use a multiple of 2 (ranks), up to 1024"),
+        ("--capacity-factor 1025", "--capacity-factor 1025.0: use more than 0, up to 1024"),
         ("--experts 2 --top-k 3", "--top-k 3 of 2 experts: use 1 to 2"),
         ("--capacity-factor 0", "--capacity-factor 0.0: use more than 0"),
         ("--capacity-factor nan", "--capacity-factor nan: use more than 0"),

@@ -85,6 +85,8 @@ def test_the_reference_is_the_model_written_out():
     log_probs = (x @ w[f"{2 + script.N_LAYERS}.weight"].T).log_softmax(-1)
     expected = -log_probs[:-1].gather(1, tokens[1:, None]).mean()
     assert_same(script.reference_loss(model, tokens), expected, what="the loss")
+    longest = max(-(-script.SEQ_LEN // (u * cp)) * u * cp for u in range(1, 26) for cp in (1, 2, 4))
+    assert model[1].num_embeddings >= longest, "padding needs positions, too"
 
 
 # ------------------------------------------------------------------------------------------------------ order in time
@@ -289,6 +291,7 @@ def test_sums_over_chunks_are_float32_and_all_else_is_copied_in_the_dtype_of_the
     wide = {name for name, dtype in found.items() if dtype == torch.float32}
     assert narrow == {"q", "kv", "out", "dout"}, f"{found}"
     assert wide == {"lse", "dq", "dkv", "sums of gradients"}, f"{found}"
+    assert script.to_fp32(torch.ones(1, dtype=torch.float16)).dtype == torch.float32
 
 
 def attention_with_gradient(q: Tensor, chunks: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -435,6 +438,19 @@ def test_bytes_on_the_device_on_the_host_copied_and_sent_match_the_formulas(cp, 
         assert script.expected_bytes(shorter, cp, num_chunks, b) == expected, f"{num_chunks} chunks on {cp} ranks"
 
 
+def rows_at_a_time() -> list[list[int]]:
+    """In a step with 60 tokens in four chunks: the rows of each call of a feed-forward layer, and of the loss."""
+    model, shard = script.build_model(CPU), script.shard_sequence(torch.arange(60), 4, 0, 1)
+    comm, F = script.AllToAllComm(dist.group.WORLD), script.F
+    with patch.object(F, "gelu", wraps=F.gelu) as gelu, patch.object(F, "cross_entropy", wraps=F.cross_entropy) as loss:
+        script.forward_backward(model, shard, 4, script.HostOffloader(CPU), comm)
+    return [[len(call.args[0]) for call in seen.call_args_list] for seen in (gelu, loss)]
+
+
+def test_feed_forward_and_loss_run_chunk_by_chunk_and_again_in_the_backward_pass():
+    assert run_ranks(1, rows_at_a_time) == [[2 * 4 * script.N_LAYERS * [15], 2 * 4 * [15]]]
+
+
 def lifetimes() -> dict:
     """Bytes on the host after validations, abandoned forward passes, and backward passes whose outputs are alive."""
     block, x, dout = inputs(160)
@@ -489,11 +505,15 @@ def check(broken: str) -> tuple[bool, str]:
             patch.setattr(script, "chunk_attention", lambda *args: [x * torch.nan for x in attention(*args)])
         if broken == "bytes" and dist.get_rank() == 1:
             patch.setattr(script, "expected_bytes", lambda *args: formula(*args) | {"sent": 0})
+        if broken == "gradient":
+            patch.setattr(script, "chunk_attention_backward", lambda *args, **options: None)
         return script.check(2, 2, 21, dist.group.WORLD, CPU), printed.getvalue()
 
 
-@pytest.mark.always("bytes-by formula")
-@pytest.mark.parametrize(("broken", "said"), [("", ""), ("nan", "error nan"), ("bytes", "by formula")])
+@pytest.mark.always("bytes-by formula", "gradient-largest error")
+@pytest.mark.parametrize(
+    ("broken", "said"), [("", ""), ("nan", "error nan"), ("bytes", "by formula"), ("gradient", "largest error")]
+)
 def test_check_passes_at_any_length_and_fails_on_nan_and_on_wrong_bytes(broken, said):
     assert all(passed == (not broken) and said in printed for passed, printed in run_ranks(2, check, broken))
 
@@ -505,6 +525,14 @@ def test_one_case_that_fails_fails_the_script(failing, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fpdt.py", "--chunks", "7"])
     assert script.main() == bool(failing) and seen == [(1, 1), (7, 1), (7, 2)]
     assert capsys.readouterr().out == ("FAIL\n" if failing else "PASS\n")
+
+
+@pytest.mark.parametrize(("options", "chunks"), [("", 4), ("--chunks 1", 1), ("--chunks 25", 25)])
+def test_the_script_trains_in_4_chunks_or_in_as_many_as_it_is_told(options, chunks, monkeypatch):
+    seen: list[tuple] = []
+    monkeypatch.setattr(script, "check", lambda *case: seen.append(case[:3]) or True)
+    monkeypatch.setattr(sys, "argv", ["fpdt.py", *options.split()])
+    assert script.main() == 0 and seen == [(*case, 500) for case in ((1, 1), (chunks, 1), (chunks, 2))]
 
 
 @pytest.mark.parametrize(
@@ -522,7 +550,7 @@ def test_a_bad_option_is_refused_in_one_line_that_names_it(argv, ranks):
 
 
 def test_memory_that_is_freed_during_a_copy_is_not_reused(monkeypatch):
-    """No GPU is needed to see that the allocator is told which stream still reads a tensor."""
+    """No GPU is needed to see that a copy waits and runs in its own stream, and that the allocator is told of it."""
     calls: list = []
 
     class Fake:
@@ -540,9 +568,23 @@ def test_memory_that_is_freed_during_a_copy_is_not_reused(monkeypatch):
         def record(self, stream: str) -> None:
             calls.append(f"end of {stream}")
 
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+        def wait(self) -> None:
+            calls.append("waited")
+
+    @contextlib.contextmanager
+    def inside(stream: str):
+        calls.append(f"into {stream}")
+        yield
+        calls.append(f"out of {stream}")
+
+    streams = iter(("h2d", "d2h"))
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(streams))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     offloader = script.HostOffloader(torch.device("cuda"))
-    offloader.start_copy("d2h", Fake(is_cuda=False), Fake(is_cuda=True), [], "q0")
-    assert calls == ["copied", "a stream", "end of a stream"]
+    offloader.start_copy("d2h", Fake(is_cuda=False), Fake(is_cuda=True), [Event()], "q0")
+    assert calls == ["into d2h", "waited", "copied", "out of d2h", "d2h", "end of d2h"]
+    assert offloader.num_buffers == 2
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: pin_memory)
+    x = torch.ones(2)
+    assert offloader.empty_host(x) and not script.HostOffloader(CPU).empty_host(x), "a GPU copies from pinned memory"

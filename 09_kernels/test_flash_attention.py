@@ -70,7 +70,7 @@ def flash(causal: bool, blocks: tuple = ()):
 # -------------------------------------------------------------------------------------------------- a row of softmax
 
 
-@pytest.mark.always("block-16")
+@pytest.mark.always("block-None", "block-16")
 @pytest.mark.parametrize("block", [None, 16, 64], ids=lambda b: f"block-{b}")
 def test_softmax_matches_torch(block):
     generator = torch.Generator().manual_seed(0)
@@ -310,6 +310,9 @@ def test_unsupported_shapes_are_refused_in_one_line():
         "v torch.float32: convert them": [q, k, v.float()],
     }.items():
         assert_refused(words, script.flash_attention, *given)
+    for D in (64, 128):
+        given = inputs(1, 3, 2, 2, D)[:3]
+        assert_same(script.flash_attention(*given), definition(*given, True)[0], 1e-10, f"causal by default, D = {D}")
 
 
 # --------------------------------------------------------------------------------------------------- bytes and memory
@@ -370,35 +373,49 @@ def test_script_passes_with_the_fewest_tokens(monkeypatch, capsys):
     assert script.main() == 0 and capsys.readouterr().out.splitlines()[-1] == "PASS"
 
 
-@pytest.mark.always("nan")
-@pytest.mark.parametrize("spoil", ["nan", "bytes"])
+@pytest.mark.always("nan", "dv")
+@pytest.mark.parametrize("spoil", ["nan", "dv", "bytes"])
 def test_check_notices_nan_and_bytes(spoil, monkeypatch):
+    sizes = []
+
+    def without_dv(q, k, v, causal, blocks):
+        sizes.append((*k.shape[1:3], blocks[0]))
+        return script.dense_attention(q, k, v.detach(), causal=causal) + 0 * v.sum()
+
     if spoil == "nan":
         monkeypatch.setattr(
             script, "flash_attention", lambda q, k, v, **how: script.dense_attention(q, k, v) * math.nan
         )
         monkeypatch.setattr(script, "softmax", lambda x, block: x * math.nan)
+    elif spoil == "dv":
+        monkeypatch.setattr(script, "flash_attention", without_dv)
     else:
         plain = script.bytes_moved
         monkeypatch.setattr(script, "bytes_moved", lambda *x: (plain(*x)[0] + 2, plain(*x)[1]))
-    wrong = script.check(12, 2, None, DEVICE)
+    wrong = script.check(12, 2, 64 if spoil == "dv" else None, DEVICE)
     if spoil == "nan":
         assert any("softmax, online: error nan" in line for line in wrong)
         assert any(line.startswith("full, 12 tokens, float64: errors [nan") for line in wrong)
+    elif spoil == "dv":
+        assert sum(": errors [" in line for line in wrong) == 6, "one wrong gradient of four is enough"
+        assert {*sizes} == {(12, 2, 64), (24, 2, 64)}, "tokens, K/V heads, queries per tile"
     elif INTERPRETED:
         assert any(re.match(r"causal, 12 tokens, float32: \d+ bytes, expected \d+", line) for line in wrong)
 
 
 def test_options_reach_the_check(monkeypatch, capsys):
     monkeypatch.setattr(script, "check", lambda *given: [str(given)])
-    for options, given in (("", (50, 2, None)), ("--tokens 17 --kv-heads 1 --block-m 16", (17, 1, 16))):
+    for options, given in (("", (50, 2, None)), ("--tokens 6 --kv-heads 1 --block-m 16", (6, 1, 16))):
         monkeypatch.setattr(sys, "argv", ["flash_attention.py", *options.split()])
         assert script.main() == 1 and capsys.readouterr().out == f"FAIL: {(*given, DEVICE)}\n"
 
 
-def test_wrong_option_is_one_line_that_names_it():
+def test_wrong_option_is_one_line_that_names_it(monkeypatch):
     for argv in ("--tokens 5", "--tokens nan", "--tokens ", "--kv-heads 3", "--block-m 0", "--block 16"):
         assert argv.split()[0] in refusal(script.main, argv.split(" "))
+    monkeypatch.setattr(script, "INTERPRETED", tl.constexpr(False))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal(script.main) == "TRITON_INTERPRET=0 needs a GPU"
 
 
 # ------------------------------------------------------------------------------------------------------- compiled

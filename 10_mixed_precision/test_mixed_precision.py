@@ -1,5 +1,7 @@
 """The core file against torch, a model written a second time in float64, in_depth; and each repair alone."""
 
+import contextlib
+import io
 import math
 import sys
 from fractions import Fraction
@@ -204,6 +206,7 @@ def test_bytes_stored_and_sent_match_the_formulas(name):
         floor = mp.RECIPES[name].floor
         assert floor / 3 <= mp.relative_error(run, reference()) <= 1.5 * floor
         assert_same(run.losses, reference().losses, floor, "losses")
+        assert_same(run.grads, reference().grads, 0.3, "gradients, without the scale")
 
 
 # --------------------------------------------------------------------------------------------------- each repair alone
@@ -228,12 +231,12 @@ def test_a_sum_in_fp32_does_not_stall_and_the_gradient_is_freed():
 
 
 def one_rank_overflows(ranks: list[int], value: float) -> tuple | None:
-    """What a rank of the group is told, and its messages. `value` is in one of the gradients that the last rank has."""
+    """What a rank of the group is told, and its messages. Of the last rank's three gradients the second has `value`."""
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
         return None
     last = len(ranks) - 1
-    grads = [torch.ones(2) for _ in range(2 * len(ranks))]
+    grads = [torch.ones(2) for _ in range(3 * len(ranks))]
     if dist.get_rank(group) == last:
         grads[len(ranks) + last][1] = value
     with communication() as wire:
@@ -258,23 +261,26 @@ def test_more_ranks_than_gradients_learn_of_an_overflow():
     assert run_ranks(2, single_gradient, math.nan, timeout=10) == [True, True], "rank 1 has no gradient to look at"
 
 
-def grads_that_are_checked() -> list[Tensor]:
-    group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
+def grads_that_are_checked(ranks: list[int]) -> list[Tensor]:
+    """Those of a step in fp16, times the scale, and those of a step in bf16."""
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
         return []
     model, checked = build_model(torch.float16), []
     state = [p.detach().float() for p in model.parameters()]
     batch = mp.get_batch(0, group, "cpu")
     with patch.object(mp, "found_inf_on_any_rank", lambda grads, group: checked.extend(g.clone() for g in grads)):
         mp.scaled_step(model, state, mp.LossScaler(2.0**30), batch, 0.0, group)
-    return checked + mp.master_step(model, state, batch, 0.0, group)[1]
+    return checked + mp.master_step(model.bfloat16(), state, batch, 0.0, group)[1]
 
 
 def test_infinities_are_looked_for_after_the_sum():
     """Two finite halves can have an infinite sum. Before the sum the ranks have different gradients."""
-    first, _, second = run_ranks(3, grads_that_are_checked, timeout=20)
+    first, _, second = run_ranks(3, grads_that_are_checked, [0, 2], timeout=20)
     assert len(first) == len(second) > 0
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for got, want in zip(first, grads_that_are_checked([0]), strict=True):
+        assert_same(got, want, 0.1, "a sum over ranks, beside one process")
 
 
 def test_the_loss_scale_follows_grad_scaler():
@@ -292,6 +298,11 @@ def test_the_loss_scale_follows_grad_scaler():
     with pytest.raises(FloatingPointError, match="loss scale of 1"):
         for _ in range(12):
             ours.update(found_inf=True)
+    last = mp.LossScaler(2.0)
+    last.update(found_inf=True)
+    assert last.scale == 1, "which is still allowed"
+    ours, torchs = mp.LossScaler(), torch.amp.GradScaler("cpu")
+    assert (ours.scale, ours.growth_interval) == (torchs.get_scale(), torchs.get_growth_interval())
 
 
 def test_a_step_leaves_nothing_to_the_next_one_and_a_skipped_step_nothing_at_all():
@@ -435,6 +446,46 @@ def test_the_check_fails_on_an_error_and_on_nan(what, value, monkeypatch, capsys
 
     monkeypatch.setattr(mp, "train", spoiled)
     assert not mp.check(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_the_check_fails_if_ranks_differ_in_anything_or_one_part_fails(monkeypatch):
+    def passes(at: int = 0, value: float = 0.0, sums: bool = True, failing: str = "") -> bool:
+        runs = [mp.Run(*torch.ones(3, 2, 2, dtype=torch.float64), 0, 0, 0) for _ in range(4)]
+        runs[2][at][1, 1] += value  # of the second recipe; its reference is the fourth run
+        left = iter(runs)
+        monkeypatch.setattr(mp, "train", lambda *_: next(left))
+        monkeypatch.setattr(mp, "check_sums", lambda: sums)
+        monkeypatch.setattr(mp, "check_recipe", lambda name, *_: name != failing)
+        return mp.check(dist.group.WORLD, torch.device("cpu"))
+
+    assert passes()
+    assert not any(passes(at, value) for at, value in ((0, 1e-9), (1, math.nan), (2, 1e-9)))
+    assert not passes(sums=False) and not passes(failing="bf16-master")
+
+
+def test_a_recipe_passes_by_its_error_and_by_its_bytes(monkeypatch):
+    cases = [("fp32", 1.4e-4, 8, 4, True), ("fp32", 1.6e-4, 8, 4, False), ("fp32", math.nan, 8, 4, False)]
+    cases += [("fp32", 0.0, 7, 4, False), ("fp32", 0.0, 8, 5, False), ("fp16", 1.0, 4, 4, False)]
+    cases += [("fp16", 0.0061, 4, 2, True), ("fp16", 0.0058, 4, 2, False), ("fp16", math.nan, 4, 2, False)]
+    for name, error, *measured, passes in cases:
+        right, weights = (torch.tensor([[2.0], [3.0 + x]], dtype=torch.float64) for x in (0.0, error))
+        monkeypatch.setattr(mp, "train", lambda *_, w=weights, m=measured: mp.Run(w, w, w, *m, 0))
+        expected = mp.Run(right, right, right, 0, 0, 0)
+        assert mp.check_recipe(name, expected, dist.group.WORLD, "cpu") == passes, (name, error, measured)
+
+
+def end_of_main(failing: int | None) -> tuple[int, str]:
+    printed = io.StringIO()
+    changed = {"init_distributed": lambda: torch.device("cpu"), "check": lambda *_: dist.get_rank() != failing}
+    stay = patch.object(dist, "destroy_process_group", lambda: None)
+    argv = patch.object(sys, "argv", ["mixed_precision.py"])
+    with patch.multiple(mp, **changed), stay, argv, contextlib.redirect_stdout(printed):
+        return mp.main(), printed.getvalue()
+
+
+def test_the_script_fails_on_all_ranks_if_it_fails_on_one():
+    assert run_ranks(2, end_of_main, None) == [(0, "PASS\n")] * 2
+    assert run_ranks(2, end_of_main, 1) == [(1, "FAIL\n")] * 2
 
 
 def test_an_update_that_is_taken_back_counts_as_lost():

@@ -29,6 +29,7 @@ from gradient_reducers import (
     Reducer,
     broadcast_parameters,
     cut_into_buckets,
+    demo,
     global_valid_tokens,
     make_batch,
     make_reducer,
@@ -109,6 +110,8 @@ def traces_in_the_world() -> dict[str, Trace]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_loss_gradients_and_weights_after_three_steps_equal_the_unsharded_model(ranks):
     assert_same_traces(run_ranks(ranks, traces_in_the_world, timeout=LIMIT), reference_trace(ranks))
+    targets = [sum(int((labels != IGNORE).sum()) for _, labels in part) for part in make_batch(0, 3)]
+    assert targets == [256, 168, 42], "ranks have different numbers, or an average would be right"
 
 
 def halves_of_each_sequence() -> dict[str, dict[str, Tensor | None]]:
@@ -551,6 +554,8 @@ def test_the_first_bucket_may_be_smaller_than_the_others():
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(6)]
     assert [len(bucket) for bucket in cut_into_buckets(parameters, 32)] == [2, 2, 2]
     assert [len(bucket) for bucket in cut_into_buckets(parameters, 32, first_bytes=16)] == [1, 2, 2, 1]
+    elsewhere = [nn.Parameter(torch.ones(4, device=device)) for device in ("cpu", "meta", "cpu")]
+    assert cut_into_buckets(elsewhere, 32) == [[elsewhere[1]], [elsewhere[0], elsewhere[2]]], "one device each"
     [(buckets, _)] = run_ranks(1, buckets_of, [(4, torch.float32)] * 6, 32, 16, timeout=LIMIT)
     assert buckets == [[5], [4, 3], [2, 1], [0]]
 
@@ -632,25 +637,27 @@ def test_main_grads_are_as_exact_as_sums_in_fp32_and_those_in_bf16_are_not():
         assert dtype == "torch.bfloat16" and error > 1.5 * dense, "or nothing is shown"
 
 
-def unused_main_grads() -> list:
+def unused_main_grads() -> dict[str, Tensor | None]:
     model, rank = Odd(), dist.get_rank()
     reducer = BucketedReducer(model, dist.group.WORLD, bucket_bytes=700, main_grads=True, find_unused=True)
     for first, last in (([], [0, 1]), ([rank], [1 - rank])):  # a branch of the first micro-batch, not of the last
         if first:
             with reducer.no_sync():
                 model(data_of(rank), first).backward()
+            assert all(p.grad is None for p in model.parameters()), "added at once, not first in the model's dtype"
         model(data_of(rank), last).backward()
         reducer.finish()
-    return [model.nobody.weight.main_grad, model.branches[0].weight.main_grad]
+    return {name: p.main_grad for name, p in model.named_parameters() if p.requires_grad}
 
 
 def test_main_grads_of_parameters_that_a_rank_did_not_use_hold_no_leftovers():
     model = Odd()
     for rank, used in itertools.product(range(2), range(2)):
         model(data_of(rank), [used]).backward()
-    for rank, (nobody, branch) in enumerate(run_ranks(2, unused_main_grads, timeout=LIMIT)):
-        assert nobody is None and branch.dtype == torch.float32
-        assert_same(branch, model.branches[0].weight.grad, tol=1e-6, what="a branch of one rank", rank=rank)
+    want = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    for rank, got in enumerate(run_ranks(2, unused_main_grads, timeout=LIMIT)):
+        assert got["nobody.weight"] is None and got["branches.0.weight"].dtype == torch.float32
+        assert_same_named(got, want, tol=1e-5, what="sum of micro-batches and ranks of", rank=rank)
 
 
 def own_all_reduce_and_early() -> str:
@@ -807,6 +814,33 @@ def test_copied_alone_the_script_passes_and_its_trace_shows_a_bucket_inside_back
 def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words):
     said = refusal(parse_arguments, argv)
     assert all(word in said for word in words), said
+
+
+def demos() -> list[list[str]]:
+    made = [Namespace(version=v, all_reduce=a, bucket_kib=None, profile=None) for v, a in DEMOS]
+    return [demo(args, dist.group.WORLD, torch.device("cpu")) for args in made]
+
+
+DEMOS = [("naive", "ring"), ("bucketed", "torch")]
+
+
+def test_the_demo_finds_nothing_wrong_and_the_smallest_bucket_is_an_option(monkeypatch, tmp_path):
+    assert run_ranks(2, demos, timeout=LIMIT) == [[[], []]] * 2
+    monkeypatch.setattr(sys, "argv", ["gradient_reducers.py", "--bucket-kib", "1", "--profile", str(tmp_path)])
+    args = parse_arguments()
+    assert (args.bucket_kib, args.profile, args.version) == (1, tmp_path, "bucketed")
+    with patch("gradient_reducers.BucketedReducer") as made:
+        make_reducer(Namespace(version="bucketed", bucket_kib=None), decoder(), None)
+    assert made.call_args.kwargs == {"bucket_bytes": 256 * 1024}
+
+
+def test_more_ranks_than_gpus_are_refused_and_as_many_are_not(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gradient_reducers.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert parse_arguments().version == "bucketed"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    assert refusal(parse_arguments) == "--nproc_per_node 5 is more than the GPUs here; use 4 or less"
 
 
 def drop_a_reducer():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _zero_demo import IGNORE, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
+from _zero_demo import IGNORE, Block, Decoder, make_batch, token_loss_sum, train_step, valid_tokens
 from harness.meter import communication, peak_memory, storage_bytes
 from harness.programs import error_from
 from harness.ranks import run_ranks
@@ -102,6 +102,22 @@ class Recomputing(Decoder):
 
 class RecomputingOldWay(Recomputing):
     reentrant = True
+
+
+class BlockOfNested(Block):
+    def forward(self, *, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"x": super().forward(inputs["x"])}
+
+
+class Nested(Decoder):
+    """A unit is given a tensor by keyword, in a dictionary, and returns another."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            layer.__class__ = BlockOfNested
+            x = layer(inputs={"x": x})["x"]
+        return self.head(self.norm(x))
 
 
 class Looping(Decoder):
@@ -355,7 +371,10 @@ def weights_after(what: str) -> int:
         with torch.no_grad():
             mean_loss(model, tokens, labels)
     else:
+        zero.finish()
         loss = mean_loss(model, tokens, labels)  # noqa: F841 - it keeps the graph alive
+    if what == "update":
+        zero.step()
     return storage_bytes(flat for unit in [*zero.units, zero.root] for flat in unit.flats)
 
 
@@ -363,22 +382,23 @@ def test_autograd_keeps_no_dropped_weight_alive():
     *units, root = padded_units(decoder(), 2)
     assert run_ranks(2, weights_after, "forward") == [8 * (units[-1] + root)] * 2  # what was kept on purpose
     assert run_ranks(2, weights_after, "inference") == [0, 0]
+    assert run_ranks(2, weights_after, "update") == [0, 0], "what was gathered is out of date"
 
 
 # ---------------------------------------------------------------------------------------------------- order of events
 
 
-def events_of_a_step(checkpointed: bool = False) -> list[tuple[str, str]]:
+def events_of_a_step(kind: type[Decoder] = Decoder, **options) -> list[tuple[str, str]]:
     torch.manual_seed(0)
-    model = (Recomputing if checkpointed else Decoder)(hidden=16, heads=2, layers=4)
-    zero = zero3(model, sgd(model), dist.group.WORLD)
+    model = kind(hidden=16, heads=2, layers=4)
+    zero = zero3(model, sgd(model), dist.group.WORLD, **options)
     train_step(model, zero, make_batch(0, dist.get_world_size(), 1)[dist.get_rank()])
     return [event for event in zero.events if event[0] != "ready"]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_next_unit_is_requested_before_this_one_computes_in_forward_and_in_backward(checkpointed):
-    for events in run_ranks(2, events_of_a_step, checkpointed):
+@pytest.mark.parametrize("kind", [Decoder, Recomputing, Nested])
+def test_the_next_unit_is_requested_before_this_one_computes_in_forward_and_in_backward(kind):
+    for events in run_ranks(2, events_of_a_step, kind):
         turn = events.index(("backward", "root"))
         forward, backward = events[:turn], events[turn:]
         for n in range(3):
@@ -390,15 +410,16 @@ def test_the_next_unit_is_requested_before_this_one_computes_in_forward_and_in_b
             assert backward.index(("drop", f"unit {n}")) > backward.index(("backward done", f"unit {n}"))
 
 
-def test_at_no_time_are_more_than_two_units_gathered_and_gradients_leave_during_backward():
-    for events in run_ranks(2, events_of_a_step):
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_at_no_time_are_more_than_two_units_gathered_and_gradients_leave_during_backward(prefetch):
+    for events in run_ranks(2, events_of_a_step, prefetch=prefetch):
         gathered: set[str] = set()
         for what, who in events:
             if who != "root" and what == "gather":
                 gathered.add(who)
             if what == "drop":
                 gathered.discard(who)
-            assert len(gathered) <= 2, events
+            assert len(gathered) <= 1 + prefetch, events
         reductions = [i for i, (what, _) in enumerate(events) if what == "reduce"]
         assert reductions[0] < events.index(("backward", "unit 2"))
         assert len(reductions) == 5
@@ -479,13 +500,15 @@ def shared_between_units() -> list[str]:
             model.extra = nn.Linear(23, 92, bias=False, dtype=torch.float64)
             model.extra.weight = model.layers[0].up.weight
         messages.append(error_from(ValueError, zero3, model, sgd(model), dist.group.WORLD))
-    return messages
+    stranger = [nn.Linear(3, 2)]
+    return [*messages, error_from(ValueError, Zero3, model, sgd(model), dist.group.WORLD, units=stranger)]
 
 
-def test_a_parameter_of_two_units_is_refused_by_name():
-    first, second = run_ranks(1, shared_between_units)[0]
+def test_a_parameter_of_two_units_or_of_another_model_is_refused_by_name():
+    first, second, third = run_ranks(1, shared_between_units)[0]
     assert "'layers.0.up.weight'" in first and "unit 0" in first and "unit 1" in first
     assert "'layers.0.up.weight'" in second and "'extra'" in second
+    assert "unit 0 has a parameter of shape [2, 3] that the module does not have" in third
 
 
 def test_without_hooks_backward_reduces_nothing_and_finish_does():
@@ -498,14 +521,19 @@ def forgotten() -> list[str]:
     zero.zero_grad()
     mean_loss(model, *make_batch(0, dist.get_world_size(), 1)[dist.get_rank()][0]).backward()
     said = [error_from(RuntimeError, zero.step), error_from(RuntimeError, zero.clip_grad_norm, 1.0)]
+    late = model.layers[0].up.weight
+    late.grad = torch.zeros(late.shape, dtype=torch.float64)  # as if it came after all that its unit was given
+    said.append(error_from(RuntimeError, zero.finish))
+    zero.zero_grad()
     zero.finish()
     zero.step()
     return said
 
 
 def test_step_and_clipping_refuse_while_gradients_are_not_summed():
-    for said in run_ranks(2, forgotten):
+    for *said, late in run_ranks(2, forgotten):
         assert all("stage 3" in line and "call finish()" in line for line in said), said
+        assert "the gradient of 'layers.0.up.weight' came after" in late
 
 
 NO_STAGES = ("2", True, 0, 2.0, 4)

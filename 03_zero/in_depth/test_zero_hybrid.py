@@ -9,7 +9,7 @@ from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same_traces
 from test_zero_stages import awkward, decoder, mean_loss, reference_trace, sgd, whole_batch, zero_trace
-from zero_hybrid import bytes_across, grid, main, make_groups, make_hybrid
+from zero_hybrid import ShardThenCopies, bytes_across, grid, main, make_groups, make_hybrid, measure
 from zero_memory import bytes_per_parameter, bytes_sent
 
 
@@ -24,7 +24,7 @@ def hybrid_trace(shards: int, stage: int = 3, build=decoder, columns_first: bool
     return zero_trace(make, dist.group.WORLD, build)
 
 
-@pytest.mark.always("4-2")
+@pytest.mark.always("4-2", "2-1")  # one shard: all that is summed is summed over copies
 @pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_losses_gradients_and_weights_are_those_of_the_unsharded_model(ranks, shards):
     assert_same_traces(run_ranks(ranks, hybrid_trace, shards), reference_trace(ranks))
@@ -92,6 +92,23 @@ def test_bytes_held_sent_in_the_machine_and_across_are_those_of_the_formulas(sha
         assert across == pytest.approx(bytes_across(shards, 4 // shards, 2 * psi, micro_batches=2), abs=1e-6)
 
 
+def at_once_and_in_the_demo() -> tuple[float, tuple]:
+    """My shard of a sum that nobody waits for, and what the demo measures."""
+    row, column = make_groups(2)
+    out, given = torch.zeros(1), torch.tensor([1.0, 10.0]) * (dist.get_rank() + 1)
+    ShardThenCopies(out, given, group=row, async_op=False, copies=column)
+    return out.item(), measure(row, column, torch.device("cpu"))
+
+
+def test_a_sum_may_be_had_at_once_and_the_demo_measures_what_the_formulas_say():
+    sums, measured = zip(*run_ranks(4, at_once_and_in_the_demo), strict=True)
+    assert sums == (10.0, 100.0, 10.0, 100.0)
+    for held, psi, kept, inside, across in measured:
+        assert held == round(psi * bytes_per_parameter(3, 2))
+        assert inside == pytest.approx(bytes_sent(3, 2, 2 * psi, kept), abs=1e-6)
+        assert across == pytest.approx(bytes_across(2, 2, 2 * psi), abs=1e-6)
+
+
 def test_rows_and_columns_of_the_grid_cover_all_ranks_and_meet_in_one():
     rows, columns = grid(12, 4)
     assert rows == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -102,6 +119,9 @@ def test_rows_and_columns_of_the_grid_cover_all_ranks_and_meet_in_one():
             grid(12, shards)
 
 
-@pytest.mark.parametrize("arguments", [["--shards", "3"], ["--shards", "0"], ["--shards", "x"], ["--shard", "1"]])
+WRONG = [["--shards", "3"], ["--shards", "0"], ["--shards", "-1"], ["--shards", "x"], ["--shard", "1"]]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
 def test_a_wrong_option_is_one_line_that_names_it(arguments):
     assert arguments[0] in refusal(main, arguments)

@@ -18,6 +18,7 @@ from harness.programs import error_from, on_stand_in_gpus, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same_traces
 from test_zero_stages import (
+    AdamWInOneGo,
     assert_clipped_as_by_torch,
     awkward,
     decoder,
@@ -117,6 +118,20 @@ def test_what_a_failed_backward_has_left_is_not_added_to_the_next_sums():
     assert not any(gradient.any() for gradient in run_ranks(1, sums_after_a_copy_that_was_left)[0])
 
 
+def bytes_of_slots() -> list[int]:
+    """A bucket of 3 elements in bf16 is made first, then one of 90 in fp32; with sums in float64 both are as wide."""
+    found = []
+    for wide in (None, torch.float64):
+        model = nn.ModuleList([nn.Linear(9, 9), nn.Linear(2, 1, dtype=torch.bfloat16)])
+        zero = Offload2(model, sgd(model), dist.group.WORLD, reduce_dtype=wide)
+        found += [slot.nbytes for slot in zero.slots]
+    return found
+
+
+def test_a_slot_holds_the_longest_shard_of_any_dtype():
+    assert run_ranks(1, bytes_of_slots) == [[360, 360, 720, 720]]
+
+
 def shards_and_copies(stage: int) -> Trace:
     row, column = make_groups(2)
     options = {"reduce_scatter": partial(ShardThenCopies, copies=column)}
@@ -133,14 +148,16 @@ def test_each_copy_of_a_shard_has_its_own_host_and_all_stay_alike(stage):
     assert_same_traces(run_ranks(4, shards_and_copies, stage), reference_trace(4))
 
 
-def clipped_steps(stage: int):
-    return sharded_steps(lambda *a: offloaded(stage, *a, late=True), in_two_groups, awkward(), 0.5)
+def clipped_steps(stage: int, fused: bool):
+    options = {"fused": AdamWInOneGo()} if fused else {}
+    return sharded_steps(lambda *a: offloaded(stage, *a, late=True, **options), in_two_groups, awkward(), 0.5)
 
 
 @pytest.mark.always("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_four_clipped_steps_with_a_schedule_equal_those_of_torch(stage):
-    assert_clipped_as_by_torch(run_ranks(3, clipped_steps, stage))
+    for fused in (False, True):
+        assert_clipped_as_by_torch(run_ranks(3, clipped_steps, stage, fused))
 
 
 def mixed_steps(stage: int, host: bool, wide: bool) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Stages 1 and 2 against one reference: the unsharded model on the whole global batch, in one process."""
 
 import gc
+import importlib
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -133,9 +134,11 @@ def test_point_to_point_gives_what_the_collectives_give():
     assert_same_traces(run_ranks(3, traces_by_exchange), reference_trace(3, micro_batches=3))
 
 
-def sent_and_result(message: type, out: Tensor, given: Tensor) -> tuple[float, Tensor]:
+def sent_and_result(message: type, out: Tensor, given: Tensor, waits: bool = True) -> tuple[float, Tensor]:
     with communication() as sent:
-        message(out, given, group=dist.group.WORLD, async_op=True).wait()
+        work = message(out, given, group=dist.group.WORLD, async_op=waits)
+        if waits:
+            work.wait()
     return sent.total, out.clone()
 
 
@@ -148,21 +151,25 @@ def exchanges() -> list[tuple[float, Tensor]]:
     flat = torch.zeros(12)
     flat[mine] = rank + 1
     found.append(sent_and_result(SendToAll, flat, flat[mine]))
+    found.append(sent_and_result(SendToAll, torch.zeros(12), torch.full((4,), rank + 1.0), waits=False))  # as stage 3
     terms = torch.randn(50, generator=torch.Generator().manual_seed(rank))
     for dtype in (torch.float32, torch.bfloat16):
         given = terms.to(dtype).repeat(3)
-        found.append(sent_and_result(ExchangeAndSum, given.new_empty(50), given))
+        found.append(sent_and_result(ExchangeAndSum, given.new_empty(50), given, waits=False))
+        assert torch.equal(given, terms.to(dtype).repeat(3)), "what is summed was overwritten"
     return found
 
 
 def test_exchanges_send_and_give_what_collectives_do_and_the_same_bits_whichever_rank_sums():
     results = run_ranks(3, exchanges)
-    for rank, (summed, gathered, *bits) in enumerate(results):
+    terms = [torch.randn(50, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    for rank, (summed, gathered, apart, *bits) in enumerate(results):
         assert summed[0] == gathered[0] == 48 * 2 / 3
         assert summed[1].tolist() == [3.0 * (4 * rank + i) + 3 for i in range(4)]
-        assert gathered[1].tolist() == [1.0] * 4 + [2.0] * 4 + [3.0] * 4
-        for (_, got), (_, first) in zip(bits, results[0][2:], strict=True):
-            assert torch.equal(got, first)
+        assert gathered[1].tolist() == apart[1].tolist() == [1.0] * 4 + [2.0] * 4 + [3.0] * 4
+        for (_, got), dtype in zip(bits, (torch.float32, torch.bfloat16), strict=True):
+            want = sum(term.to(dtype).float() for term in terms).to(dtype)
+            assert torch.equal(got, want), "in the order of the ranks, in fp32, and rounded once"
 
 
 def test_frozen_tied_unused_and_tiny_parameters_train_as_in_the_unsharded_model():
@@ -417,17 +424,19 @@ def test_a_parameter_that_only_one_rank_used_gets_that_ranks_gradient():
             assert_same_named(got, want, what="gradient of", rank=rank)
 
 
-def backward_twice() -> str:
+def backward_twice(stage: int) -> str:
     model = decoder()
-    zero = sharded(1, model, sgd(model), dist.group.WORLD)
+    zero = sharded(stage, model, sgd(model), dist.group.WORLD)
     batch = make_batch(0, 1)[0]
     train_step(model, zero, batch)
+    if stage == 2:  # may add a further micro-batch, but has to finish() before the next
+        mean_loss(model, *batch[0]).backward()
     return error_from(RuntimeError, mean_loss(model, *batch[0]).backward)
 
 
-def test_stage_1_refuses_to_reduce_twice_in_a_step():
-    (said,) = run_ranks(1, backward_twice)
-    assert "became final twice" in said and "no_sync" in said
+def test_stage_1_refuses_to_reduce_twice_in_a_step_and_stage_2_without_finish():
+    for said in run_ranks(1, at_each_stage, backward_twice)[0]:
+        assert "became final twice" in said and "no_sync" in said
 
 
 # --------------------------------------------------------------------------------------------------- bytes, exactly
@@ -670,6 +679,8 @@ def refused() -> list[tuple[str, str]]:
         (unfused[1], "AdamW(maximize=True) is not in the fused kernel"),
     ):
         said.append((error_from(ValueError, Zero1, model, optimizer, dist.group.WORLD, fused=AdamWInOneGo()), words))
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    said.append((error_from(ValueError, Zero1, frozen, sgd(frozen), dist.group.WORLD), "no trainable parameter"))
     return said
 
 
@@ -684,6 +695,14 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused_by_name():
 def test_a_wrong_option_is_one_line_that_names_it(arguments, words):
     said = refusal(main, arguments)
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("script", ["zero_stages", "zero3", "zero_hybrid", "zero_offload", "zero_state"])
+def test_more_ranks_than_gpus_are_refused_before_any_process_group(script, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    said = refusal(importlib.import_module(script).main)
+    assert said == "--nproc_per_node 4 is more than the GPUs here; use 2 or less"
 
 
 def drop_an_owner(stage: int) -> bool:
@@ -836,3 +855,21 @@ def in_wider_dtypes(stage: int, dtype: torch.dtype) -> list[Trace]:
 def test_sums_in_float64_are_those_of_the_unsharded_model_whether_its_gradients_have_that_dtype_or_not(stage, dtype):
     got, want = run_ranks(2, in_wider_dtypes, stage, dtype), reference_trace(2, micro_batches=3)
     assert_same_traces(got, want, 1e-10 if dtype == torch.float64 else 1e-5)
+
+
+def sums_beyond_fp32(stage: int, hooks: bool) -> float:
+    """Rank 0 has the gradients 2²⁴, 1, 1 in fp32, rank 1 has 1, 1, 1: no sum of them in fp32 has the ones."""
+    model, wide = nn.Linear(1, 1, bias=False), torch.float64
+    zero = sharded(
+        stage, model, sgd(model), dist.group.WORLD, hooks=hooks, accumulate_dtype=wide, reduce_dtype=wide
+    )  # fmt: skip
+    zero.zero_grad()
+    for i, gradient in enumerate((2.0**24 if dist.get_rank() == 0 else 1.0, 1.0, 1.0)):
+        with zero.micro_batch(last=i == 2):
+            (gradient * model.weight).sum().backward()
+    return zero.full_gradients()["weight"].item()
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_micro_batches_and_ranks_are_summed_in_the_wide_dtypes_with_hooks_and_without(hooks):
+    assert run_ranks(2, at_each_stage, sums_beyond_fp32, hooks) == [[2.0**24 + 5] * 2] * 2

@@ -343,8 +343,8 @@ def test_on_a_stand_in_gpu_steps_are_saved_on_the_host_and_loaded_where_the_upda
     assert done.stdout.splitlines()[-1:] == ["PASS"], done.stdout[-900:] + done.stderr[-900:]
 
 
-def counters_before_and_after() -> tuple[list[float], bool]:
-    model = decoder()
+def counters_before_and_after() -> tuple[list[float], bool, bool]:
+    model = awkward()
     zero = make_zero(1, model, in_two_groups(model), dist.group.WORLD)
     train_step(model, zero, make_batch(0, 1)[0])
     zero.step()
@@ -354,12 +354,15 @@ def counters_before_and_after() -> tuple[list[float], bool]:
     own = len({step.data_ptr() for step in steps}) == len(steps)
     train_step(model, zero, make_batch(0, 1)[0])
     zero.step()
-    return [step.item() for step in steps], own
+    frozen = saved["weights"]["layers.0.up.weight"]
+    before = frozen.clone()
+    zero.load_frozen(saved["weights"] | {"layers.0.up.weight": frozen + 1})
+    return [step.item() for step in steps], own, torch.equal(frozen, before)
 
 
-def test_a_saved_counter_does_not_go_on_counting():
-    for steps, own in run_ranks(1, counters_before_and_after):
-        assert set(steps) == {1.0} and own
+def test_a_saved_counter_does_not_go_on_counting_and_a_saved_frozen_weight_stays():
+    for steps, own, stays in run_ranks(1, counters_before_and_after):
+        assert set(steps) == {1.0} and own and stays
 
 
 @pytest.mark.prove

@@ -17,6 +17,7 @@ from parallel_block import (
     Config,
     ParallelBlock,
     Parts,
+    apply_rope,
     attention,
     block_weights,
     check_sizes,
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 B, S = 2, 8
-SMALL = Config(hidden=32, heads=8, kv_heads=4, intermediate=24)
+SMALL = Config(hidden=32, heads=8, kv_heads=4, intermediate=24, norm_eps=1e-3)
 COS, SIN = rope_tables(torch.arange(S), SMALL.hidden // SMALL.heads, SMALL.rope_theta)
 
 
@@ -318,6 +319,21 @@ def test_a_norm_takes_its_mean_in_fp32_and_rounds_once():
     assert_same(got, F.rms_norm(x.double(), (4096,), eps=1e-5).to(torch.bfloat16), 0.0, "bf16 rms_norm")
 
 
+def test_tables_of_rope_are_fp32_by_any_default_and_rotate_bf16_with_one_rounding():
+    given = torch.arange(1000), 8, 1e4, (8.0, 1.0, 4.0, 256)
+    want = rope_tables(*given)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = rope_tables(*given)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for table, exact in zip(got, want, strict=True):
+        assert table.dtype == torch.float32 and torch.equal(table, exact)
+    x = numbers(B, S, 2, 4).to(torch.bfloat16)
+    assert torch.equal(apply_rope(x, COS, SIN), apply_rope(x.float(), COS, SIN).to(torch.bfloat16))
+    assert apply_rope(x, COS, SIN).dtype == torch.bfloat16
+
+
 # ------------------------------------------------------------------------------------------------ seams and bad input
 
 
@@ -386,6 +402,7 @@ def test_sizes_that_cannot_be_divided_are_named_with_what_would_do(change, ranks
         (["--heads", "6", "--hidden", "60", "--kv-heads", "3"], 2, "kv-heads 3 and 2 ranks"),
         (["--dropout", "1"], 1, "--dropout 1.0"),
         (["--kv-heads", "0"], 1, "--kv-heads 0"),
+        (["--intermediate", "4097"], 1, "--intermediate 4097 is not in 1 .. 4096"),
         (["--sequence", "9"], 2, "sequence 9"),
     ],
 )

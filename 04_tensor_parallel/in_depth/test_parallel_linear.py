@@ -24,6 +24,7 @@ from parallel_linear import (
     TensorParallel,
     all_gather,
     all_reduce,
+    cannot_divide,
     f,
     f_star,
     g,
@@ -33,6 +34,7 @@ from parallel_linear import (
     input_gradient,
     reduce_scatter,
     shards,
+    under_autocast,
 )
 from parallel_llama import load_full_state_dict
 from torch import Tensor
@@ -86,18 +88,21 @@ def test_each_operator_and_its_conjugate_move_what_the_paper_says():
                 assert_same(a, b, what=f"{what} of {name}", rank=rank)
 
 
-def sums_of_a_tensor_with_gaps() -> tuple[Tensor, Tensor, Tensor]:
+def sums_of_a_tensor_with_gaps() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = numbers(4, 6, 2, seed=dist.get_rank()).transpose(0, 1)
     before = x.clone()
-    return all_reduce(x, dist.group.WORLD), x - before, reduce_scatter(x, dist.group.WORLD)
+    total = all_reduce(x, dist.group.WORLD)
+    return total, x - before, reduce_scatter(x, dist.group.WORLD), all_gather(x, dist.group.WORLD)
 
 
 def test_all_reduce_returns_the_sum_of_a_tensor_with_gaps_and_leaves_its_input_alone():
-    want = sum(numbers(4, 6, 2, seed=rank).transpose(0, 1) for rank in range(2))
-    for rank, (got, change, scattered) in enumerate(run_ranks(2, sums_of_a_tensor_with_gaps)):
+    parts = [numbers(4, 6, 2, seed=rank).transpose(0, 1) for rank in range(2)]
+    want = sum(parts)
+    for rank, (got, change, scattered, gathered) in enumerate(run_ranks(2, sums_of_a_tensor_with_gaps)):
         assert_same(got, want, what="the sum", rank=rank)
         assert not change.any(), f"rank {rank}: the input was overwritten"
         assert_same(scattered, want.chunk(2, 1)[rank], what="the scattered sum", rank=rank)
+        assert_same(gathered, torch.cat(parts, 1), what="what was gathered", rank=rank)
 
 
 def uneven_sizes() -> list[str]:
@@ -107,6 +112,8 @@ def uneven_sizes() -> list[str]:
 
 def test_a_size_that_does_not_divide_is_refused_with_what_would():
     assert all(said.endswith("a multiple of 2") for said in run_ranks(2, uneven_sizes)[0])
+    most = "use 1, 2, 4, 8, 16, 32, 64, 128 ranks, or a multiple of 3"
+    assert cannot_divide(3, "heads", 256) == f"3 tensor-parallel ranks do not divide heads 256; {most}"
 
 
 # ----------------------------------------------------------------------------------------------------- the MLP
@@ -333,6 +340,10 @@ def bytes_under_bf16() -> list[tuple[str, float, float]]:
 def test_under_autocast_inputs_are_cast_before_they_are_sent_and_cost_half_the_bytes():
     for layout, low, full in run_ranks(2, bytes_under_bf16)[1]:
         assert 0 < 2 * low == full, f"{layout}: {low} bytes under autocast, {full} without"
+    for low in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", low):
+            cast = under_autocast(torch.ones(2), torch.ones(3)), under_autocast(torch.ones(2).double())
+        assert [x.dtype for x in (*cast[0], *cast[1])] == [low, low, torch.float64]
 
 
 class Wired(torch.nn.Module):
@@ -455,8 +466,10 @@ def run_demo(*argv: str) -> list[str]:
 
 DEMOS = [
     "parallel_linear --column simple --sequence 12",
+    "parallel_linear --sequence 12",
     "parallel_block --dropout 0.1 --kv-heads 1 --sequence 8",
     "parallel_llama --recompute --vocab 13 --sequence 8 --layers 1",
+    "parallel_llama --dropout 0.1 --vocab 13 --sequence 8 --layers 1",
     "overlap --sequence 8",
     "domino --sequence 8 --layers 1",
 ]
@@ -473,6 +486,8 @@ def test_a_demo_finds_nothing_wrong_and_a_nan_of_any_rank_is_reported(demo):
         (["--intermediate", "100"], 8, "--intermediate 100; use 1, 2, 4, 5, 10, 20, 25, 50, 100 ranks"),
         (["--sequence", "9"], 2, "2 tensor-parallel ranks do not divide --sequence 9"),
         (["--hidden", "0"], 1, "--hidden 0"),
+        (["--hidden", "4097"], 1, "--hidden 4097 is not in 1 .. 4096"),
+        (["--intermediate", "16385"], 1, "--intermediate 16385 is not in 1 .. 16384"),
         (["--column", "ring"], 1, "--column"),
         (["--colum", "simple"], 1, "--colum"),
     ],

@@ -22,6 +22,7 @@ from parallel_llama import (
     ParallelLlama,
     VocabParallelEmbedding,
     check_words,
+    few,
     full_state_dict,
     load_full_state_dict,
     recomputed,
@@ -152,7 +153,9 @@ def steps_of_variant(config: Config, weights: dict[str, Tensor]) -> list[tuple]:
     return found
 
 
-LATER = {"qk_norm": True, "own_head_dim": 6, "rope_scaling": (8.0, 1.0, 4.0, 256)}  # Llama 3.1, Qwen3, and adapters
+# Llama 3.1, Qwen2 and 3, other numbers than the defaults, and adapters
+LATER = {"qkv_bias": True, "qk_norm": True, "own_head_dim": 6, "rope_scaling": (8.0, 1.0, 4.0, 256)}
+LATER |= {"rope_theta": 500.0, "norm_eps": 1e-3}
 VARIANTS = {"untied": {}, "tied": {"tied": True}, "later": LATER | {"lora_rank": 2, "lora_scale": 1.5}}
 
 
@@ -594,6 +597,8 @@ def test_a_state_of_another_model_or_with_two_values_of_a_tied_weight_is_refused
         (without_table, tied, ""),
         (plain, SMALL, ""),
     ]
+    names = ["d", "b", "c", "a"]
+    assert [few("x", names[:n]) for n in (0, 3, 4)] == ["", "x: b, c, d", "x: a, b, c and 1 more"]
     for messages in run_ranks(2, refusals_of, [case[:2] for case in cases]):
         for message, (*_, words) in zip(messages, cases, strict=True):
             assert words in message and bool(words) == bool(message) and "\n" not in message, message
@@ -640,6 +645,9 @@ def test_the_seed_and_the_name_decide_a_weight():
         (["--heads", "6", "--hidden", "60"], 1, "kv-heads 4 do not divide 6 heads"),
         ([], 3, "do not divide heads 8"),
         (["--vocab", "0"], 1, "--vocab 0"),
+        (["--vocab", "4097"], 1, "--vocab 4097 is not in 1 .. 4096"),
+        (["--layers", "0"], 1, "--layers 0 is not in 1 .. 4096"),
+        (["--dropout", "1"], 1, "--dropout 1.0"),
         (["--dropout", "-0.1"], 1, "--dropout -0.1"),
         (["--recomput"], 1, "--recomput"),
     ],

@@ -320,6 +320,8 @@ def test_every_token_has_one_rank_and_unshard_inverts_shard(layout, P):
     assert sorted(torch.cat(positions).tolist()) == list(range(20 * P))
     assert all(torch.equal(p, p.sort().values) and len(p) == 20 for p in positions)
     assert torch.equal(unshard([shard_sequence(x, layout, rank, P) for rank in range(P)], layout), x)
+    tokens_first = shard_sequence(x.movedim(1, 0), layout, P - 1, P, dim=0)
+    assert torch.equal(tokens_first, shard_sequence(x, layout, P - 1, P).movedim(1, 0))
 
 
 def mask_of_blocks(layout: str, length: int, P: int) -> Tensor:
@@ -423,8 +425,8 @@ def no_work_backward(dout, q, k, v, out, lse, *, causal: bool) -> tuple[Tensor, 
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
-def peaks() -> dict[str, tuple[int, int, int]]:
-    """Peak bytes of forward and of backward, and the bytes saved between them, of each version."""
+def peaks() -> dict[str, tuple[int, ...]]:
+    """Peak bytes of forward and of backward, and the bytes saved between them, also in bf16, of each version."""
     group, results = dist.group.WORLD, {}
     generator = torch.Generator().manual_seed(0)
     q, dout = (torch.randn(1, 64, 1, 8, generator=generator) for _ in range(2))
@@ -440,7 +442,9 @@ def peaks() -> dict[str, tuple[int, int, int]]:
             with peak_memory() as memory:
                 out.backward(dout)
             backward.append(memory.peak)
-        results[version] = min(forward), min(backward), saved.bytes
+        with saved_activations() as narrow:
+            attention(*(x.detach().bfloat16().requires_grad_() for x in (q, k, v)), causal=False)
+        results[version] = min(forward), min(backward), saved.bytes, narrow.bytes
     return results
 
 
@@ -449,6 +453,7 @@ def test_the_ring_holds_two_blocks_where_all_gather_holds_all_and_both_save_only
     for results in run_ranks(P, peaks):
         for version in VERSIONS:
             assert results[version][2] == 4 * shard + 64 * 4, f"{version} saves q, k, v, out and the LSE of its tokens"
+            assert results[version][3] == 2 * shard + 64 * 4, f"{version} saves all but the LSE in bf16"
         block = 2 * shard
         # Forward: own copy + all P blocks, against the block in use and the one that arrives.
         assert results["allgather"][0] - results["ring"][0] == (P + 1 - 2) * block
@@ -605,11 +610,14 @@ def errors() -> list[str]:
         error_of((1, 8, 4, 4), (1, 0, 4, 4), causal=False),
         error_of((1, 8, 4, 4), (1, 8, 4, 4), v_dtype=torch.bfloat16),
         error_of((1, 8, 4, 4), (1, 16, 4, 4), causal=False),
+        error_of((1, 7, 4, 4), (1, 7, 4, 4), causal=False),
+        error_from(ValueError, script.ring_attention, dist.group.WORLD, "spiral"),
+        error_from(ValueError, layout_positions, "spiral", 8, 0, 2),
     ]
 
 
 def test_what_a_ring_cannot_do_is_said_in_one_line():
-    cross, fp8, heads, odd, shapes, batch, dim, three, none, dtypes, allowed = run_ranks(1, errors)[0]
+    cross, fp8, heads, odd, shapes, batch, dim, three, none, dtypes, allowed, uncut, *spirals = run_ranks(1, errors)[0]
     assert "batch 2" in batch and "have 1" in batch
     assert "head dim 4" in dim and "have 8" in dim
     assert "q is [1, 8, 4]" in three and "head dim" in three
@@ -622,6 +630,8 @@ def test_what_a_ring_cannot_do_is_said_in_one_line():
     assert "[1, 8, 4, 2]" in shapes
     assert all("\n" not in message for message in (cross, fp8, heads, odd, shapes, batch, dim, three, none, dtypes))
     assert allowed == "", "cross attention without a causal order is fine"
+    assert uncut == "", "without a mask no layout has chunks"
+    assert all("'spiral' is unknown; use one of contiguous, zigzag, striped" in said for said in spirals), spirals
 
 
 @pytest.mark.parametrize(("layout", "near"), [("zigzag", "96 or 104"), ("striped", "96 or 100")])
@@ -629,6 +639,8 @@ def test_a_sequence_that_does_not_divide_is_refused_with_the_next_ones_that_do(l
     with pytest.raises(ValueError, match=near) as error:
         layout_positions(layout, 98 if layout == "zigzag" else 97, 0, 4)
     assert layout in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="a sequence of 0 tokens .*; use [48]$"):
+        layout_positions(layout, 0, 0, 4)
 
 
 # ----------------------------------------------------------------------------------------------------------- the script
@@ -650,9 +662,9 @@ def run_demo(name: str, argv: list[str], nan: bool = False) -> list[str]:
 
 
 def test_the_demo_without_a_mask_finds_nothing_wrong_but_a_nan():
-    argv = ["--attention", "full", "--seq", "8", "--kv-heads", "1", "--version", "ring"]
+    argv = ["--attention", "full", "--seq", "8", "--kv-heads", "1"]
     for found in run_ranks(2, run_demo, "context_ring", argv, nan=True):  # after a step both ranks have it
-        assert len(found) == 2 * len(LAYOUTS) and all("off by nan" in line for line in found), found
+        assert len(found) == 2 * len(CASES) and all("off by nan" in line for line in found), found
     assert text(2, 16384, 2).shape == (2, 16384), "the longest is there"
 
 
@@ -665,6 +677,9 @@ def test_the_demo_without_a_mask_finds_nothing_wrong_but_a_nan():
         (["--version", "allgather", "--layout", "striped", "--seq", "1"], ["--seq 1", "3 or more"]),
         (["--seq", "3", "--layout", "striped"], ["--seq 3", "use 4"]),
         (["--kv-heads", "3"], ["--kv-heads 3", "--heads 4", "divisor"]),
+        (["--kv-heads", "0"], ["--kv-heads 0", "divisor"]),
+        (["--seq", "16385"], ["--seq 16385", "16384 or less"]),
+        (["--heads", "1025", "--kv-heads", "1"], ["--heads 1025", "1 to 1024"]),
         (["--heads", "0", "--kv-heads", "1"], ["--heads 0", "1 to 1024"]),
         (["--seq", "9" * 19 + "2"], ["--seq 99999999999999999992", "16384 or less"]),
         (["--dtype", "float8_e4m3fn"], ["--dtype", "float8_e4m3fn", "float32"]),
@@ -674,3 +689,9 @@ def test_the_demo_without_a_mask_finds_nothing_wrong_but_a_nan():
 def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words):
     said = refusal(parse_arguments, argv, world_size=4)
     assert all(word in said for word in words), said
+
+
+def test_the_largest_sizes_are_taken(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["context_ring.py", "--seq", "16384", "--heads", "1024", "--kv-heads", "1024"])
+    args = parse_arguments()
+    assert (args.seq, args.heads, args.kv_heads) == (16384, 1024, 1024)

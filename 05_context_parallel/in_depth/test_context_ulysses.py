@@ -32,6 +32,7 @@ from context_ulysses import (
     parse_arguments,
     print_cost_model,
     query_heads_of,
+    repeated_kv_heads,
     sent_per_layer,
     sliding_window,
     step_flops,
@@ -295,6 +296,8 @@ def test_every_rank_gets_the_kv_heads_that_its_query_heads_use_and_no_other():
             queries = list(range(N))[rank * N // P :][: N // P]
             assert mine == sorted({head // (N // N_kv) for head in queries}), f"{N}, {N_kv}: rank {rank} of {P}"
         assert sum(len(mine) for mine in heads) == copies
+    # Of four query heads three use one K/V head: a kernel, given two, would take them for two and two.
+    assert [repeated_kv_heads(rank, 3, 12, 4) for rank in range(3)] == [[0, 0, 0, 1], None, [0, 1, 1, 1]]
 
 
 def calls_of_the_kernel() -> list[int]:
@@ -544,12 +547,13 @@ def test_who_plans_for_equal_ranks_can_ask_for_heads_that_divide():
         check_heads(3, 2)
 
 
-@pytest.mark.always("3-argv1")
+@pytest.mark.always("3-argv1", "4-argv2")
 @pytest.mark.parametrize(
     ("ranks", "argv"),
     [
         (4, ["--attention", "causal", "--seq", "100", "--dtype", "float32"]),  # 25 tokens on a rank cannot be halved
         (3, ["--version", "ulysses", "--attention", "full", "--heads", "6", "--kv-heads", "2", "--seq", "93"]),
+        (4, ["--version", "usp", "--attention", "causal", "--heads", "6", "--kv-heads", "3", "--seq", "16"]),
     ],
 )
 def test_a_length_is_refused_only_by_what_was_asked_for(ranks, argv):

@@ -246,6 +246,8 @@ def under_autocast() -> list[tuple[Tensor, Tensor]]:
         assert "once_differentiable" in error_from(RuntimeError, dq.sum().backward)
     where, each = torch.arange(S), tuple(range(S + 1))
     assert packed_step(model_of(), text(2, S), where, each, in_documents(each), group) == 0
+    narrow = packed_step(model_of().bfloat16(), text(2, S), where, (0, S), in_documents((0, S)), group)
+    assert narrow.dtype == torch.float32, "the cross entropy of bf16 logits"
     assert train_step(model_of(), text(2, 1), where[:1], ring_attention(group, "striped"), group) == 0
     return found
 
@@ -302,6 +304,12 @@ def test_what_does_not_fit_is_said_in_one_line():
 def test_the_demo_knows_that_a_rank_of_ulysses_may_have_a_head_more_than_another(P, N, N_kv):
     argv = ["--documents", "4", "12", "8", "--heads", N, "--kv-heads", N_kv, "--version", "ulysses"]
     assert run_ranks(P, run_demo, "packed_documents", argv) == [[]] * P
+
+
+@pytest.mark.parametrize("options", ["4 12 8 --layout each", "3 1 --layout striped"])
+def test_the_demo_knows_pairs_and_bytes_of_all_gather_and_ring(options):
+    """Also of the shortest documents that it takes."""
+    assert run_ranks(2, run_demo, "packed_documents", ["--documents", *options.split()]) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ def train_all(cases):
             schedule = build(name, dist.get_world_size(), m, v)
         except ScheduleError:
             continue
-        train_beside_the_reference(schedule, dist.group.WORLD, tied=tied, steps=steps)
+        batched = m == 3  # and one by one with other numbers of micro-batches
+        train_beside_the_reference(schedule, dist.group.WORLD, tied=tied, steps=steps, batched=batched)
         ran.append((name, m, v))
     return ran
 
@@ -198,12 +199,13 @@ def test_blocks_may_be_recomputed_in_two_ways():
 
 
 def recomputed_above_what_needs_no_gradient():
-    """The first stage gets numbers, or tokens for an embedding that is not trained: recomputed, and as it is."""
+    """The first stage gets numbers, or tokens for an embedding that is not trained, like all of the stage or not:
+    recomputed, and as it is."""
     rank = dist.get_rank()
     for name in ("1f1b", "zb-h1"):
-        for frozen in (False, True):
+        for frozen in ("nothing", "embedding", "stage"):
             x = torch.randn(4, 3, HIDDEN, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-            inputs = torch.arange(12).view(4, 3) if frozen else x
+            inputs = x if frozen == "nothing" else torch.arange(12).view(4, 3)
             found = []
             for wrap in (recomputed_once, lambda block: block):
                 torch.manual_seed(0)
@@ -211,8 +213,10 @@ def recomputed_above_what_needs_no_gradient():
                 stage = nn.Sequential(*layers[2 * rank : 2 * rank + 2]).double()
                 for layer in stage:
                     layer.forward = wrap(layer.forward)
-                if frozen and rank == 0:
+                if frozen != "nothing" and rank == 0:
                     stage.insert(0, embedding.double().requires_grad_(False))
+                if frozen == "stage" and rank == 0:
+                    stage.requires_grad_(False)
                 one_step(build(name, 2, 4), {(0, rank): stage}, inputs, example=x[0])
                 found.append({n: p.grad for n, p in stage.named_parameters()})
             for key, want in found[1].items():
@@ -506,7 +510,8 @@ def operations():
 
     pipeline.backward_for_input = partial(counted, do=pipeline.backward_for_input)
     pipeline.backward_for_weights = partial(counted, do=pipeline.backward_for_weights)
-    pipeline.step(tokens, labels, [{"positions": POSITIONS}] * 3)
+    given = (tokens, []) if rank == 0 else ([], labels)  # a rank needs only what its stages read
+    pipeline.step(*given, [{"positions": POSITIONS}] * 3)
     return counts["B"], counts["W"]
 
 
@@ -807,6 +812,24 @@ def test_forward_only_gives_the_same_loss_and_keeps_nothing():
         assert without == with_backward == second[i][0]
         assert_same(mine + second[i][2], without, what="sum of what the ranks return")
     assert first[0][2] == 0 and second[1][2] == 0, "0 where there is no last stage"
+
+
+class Scaled(nn.Module):
+    def forward(self, x, factor):
+        return x * factor
+
+
+def losses_of_three():
+    """Of three micro-batches in bf16 the losses are 256, 1 and 1: bf16 has no 257."""
+    x = torch.tensor([[1.0, 0.0]] * 3).bfloat16()
+    stages = {(0, dist.get_rank()): Scaled()}
+    schedule = build("1f1b", 2, 3)
+    pipeline = Pipeline(schedule, stages, dist.group.WORLD, loss=lambda y, _: y.sum(), example=x[0])
+    return pipeline.forward_only(x, [None] * 3, [{"factor": f} for f in (16, 1, 1)], broadcast=True).item()
+
+
+def test_each_micro_batch_has_its_own_extras_and_the_losses_are_added_up_wider_than_bf16():
+    assert run_ranks(2, losses_of_three) == [258.0] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input

@@ -207,6 +207,29 @@ def test_groups_of_micro_batches_pass_through_the_chunks_in_turn():
     assert build("llama3", 3, 7, 2).actions == build("llama3", 3, 7, 2, in_flight=4).actions, "3 left is enough"
 
 
+def test_a_formula_is_given_from_the_first_numbers_on_for_which_it_holds_and_for_no_others():
+    for name, m, v, times, want in (
+        ("zb-h1", 3, 1, Times(), None),
+        ("zb-h1", 4, 1, Times(2, 1, 1), 3 * (2 + 1 - 1)),
+        ("zb-h1", 4, 1, Times(1, 1, 2), None),
+        ("zb-h2", 6, 1, Times(), None),
+        ("zb-h2", 7, 1, Times(1, 2, 1), 3 * (1 + 2 - 2)),
+        ("zb-v", 6, 2, Times(), None),
+        ("zb-v", 7, 2, Times(2, 2, 2), 0),
+        ("zb-v", 7, 2, Times(1, 2, 1), None),
+        ("v-min", 4, 2, Times(), None),
+        ("v-min", 5, 2, Times(2, 2, 2), 2 * (4 * 4 - 5)),
+        ("breadth-first", 3, 2, Times(), None),
+        ("1f1b", 4, 1, Times(communication=1), None),
+        ("1f1b", 4, 1, Times([1, 1, 1, 1]), None),
+    ):
+        assert published(build(name, 4, m, v), times)[0] == want, f"{name}, m={m}, {times}"
+    assert published(build("llama3", 3, 7, 2, in_flight=5), Times()) == (None, None), "2 are left for 3 ranks"
+    assert published(build("llama3", 3, 7, 2, in_flight=4), Times())[0] == 2 * 3, "and as many as ranks are enough"
+    assert published(build("llama3", 3, 7, 2, in_flight=2), Times()) == (None, None)
+    check(build("llama3", 4, 8, 2, in_flight=1))  # with the warm-up of larger groups ranks 0 and 3 wait for each other
+
+
 def test_the_w_of_the_last_rank_waits_until_memory_is_full():
     assert words(build("zb-h1", 3, 5), 2) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4"
     assert words(build("zb-h1", 3, 5), 0) == "F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"
@@ -340,6 +363,8 @@ def test_what_does_not_fit_is_one_line_that_names_the_rule(given):
     assert "\n" not in str(caught.value)
     with pytest.raises(ScheduleError, match="9 micro-batches in flight; use 1 to 8"):
         build("llama3", 4, 8, 2, in_flight=9)
+    with pytest.raises(ScheduleError, match="0 micro-batches in flight; use 1 to 8"):
+        build("llama3", 4, 8, 2, in_flight=0)
 
 
 def run(*given):
@@ -352,6 +377,9 @@ def test_the_demo_compares_every_schedule_with_its_formula_and_passes():
     lines = done.stdout.splitlines()
     assert lines[-1] == "PASS"
     assert [line.split()[0] for line in lines[1:-1]] == list(SCHEDULES)
+    rows = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
+    assert rows["1f1b"] == ["4", "8", "1", "9", "9", "0.375", "4", "4"]
+    assert (rows["dualpipe"][2], *rows["dualpipe"][-2:]) == ("2", "5", "5"), "two stages on each rank"
     done = run("--schedule", "interleaved", "--stages-per-rank", "3", "--times", "2,3,1,1")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")
     done = run("--ranks", "3", "--micro-batches", "4", "--times", "0.3,0.3,0.1")

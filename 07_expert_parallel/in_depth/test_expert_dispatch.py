@@ -62,8 +62,10 @@ def test_grouped_products_say_what_they_cannot_do():
     x, w = numbers(4, H), numbers(2, F_, H)
     with pytest.raises(ValueError, match="grouped products need no float64"):
         experts_grouped(x, [2, 2], w, w, w.transpose(1, 2))
-    with pytest.raises(ValueError, match="rows of 16 bytes"):
-        experts_grouped(x[:, :3].float(), [2, 2], *(numbers(2, 8, 3).float(),) * 2, numbers(2, 3, 8).float())
+    for dtype, f, h in ((torch.float32, 8, 3), (torch.float32, 3, 8), (torch.bfloat16, 8, 12)):
+        up, down = numbers(2, f, h, dtype=dtype), numbers(2, h, f, dtype=dtype)
+        with pytest.raises(ValueError, match="rows of 16 bytes"):
+            experts_grouped(x[:, :h].to(dtype), [2, 2], up, up, down)
 
 
 # ------------------------------------------------------------------------------------- dispatch: the one reference
@@ -164,6 +166,15 @@ def test_bytes_sent_in_all_to_alls_equal_the_formula_from_the_routed_counts(P):
             assert result["bytes"] == want, f"{version}, {case}, rank {rank}: {result['bytes']} bytes, not {want}"
 
 
+def beside_an_empty_rank() -> list[dict]:
+    return [on_ranks(version, dist.group.WORLD, "capacity", [0, 17], "loop") for version in DISPATCH]
+
+
+def test_a_rank_without_tokens_computes_for_the_others():
+    for version, *results in zip(DISPATCH, *run_ranks(2, beside_an_empty_rank), strict=True):
+        check(results, "capacity", [0, 17], version)
+
+
 def test_one_process_without_a_group_sends_nothing():
     for version in DISPATCH:
         result = on_ranks(version, None, "dropless", [17], "loop")
@@ -192,6 +203,12 @@ def test_once_sends_a_token_once_to_each_rank_and_node_limited_routing_bounds_ho
     assert rows["limited"] <= 2 * 400
 
 
+def test_weights_are_sent_with_the_rows_and_in_their_own_dtype():
+    rows = [[0, 3], [2, 0]]  # bytes of 5 rows of 12 elements there and back, of 5 tables of 4 / 2 weights, of counts
+    assert bytes_sent("once", rows, 0, 12, 4, 2, 4) == 2 * 5 * 12 * 2 + 5 * 2 * 4 + 8 * (2 + 2)
+    assert bytes_sent("pairs", rows, 0, 12, 4, 2, 4) == 2 * 5 * 12 * 2 + 8 * (2 + 1)
+
+
 def weightless(P: int) -> Tensor:
     """Gradient of a weight that is exactly zero: its expert was chosen, and would be worth more than nothing."""
     weights = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
@@ -210,16 +227,17 @@ def test_a_chosen_expert_of_weight_zero_still_gives_its_weight_a_gradient():
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
-def one_ill_rank() -> str:
+def one_ill_rank(version: str) -> str:
     bad = torch.tensor(3 if dist.get_rank() == 1 else 0)
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     given = torch.zeros(5, 2, dtype=torch.int64), None, 4, groups[dist.get_rank() % 2], bad, "layer 7"
-    return error_from(RouterError, make_plan, "pairs", *given)
+    return error_from(RouterError, make_plan, version, *given)
 
 
-def test_logits_that_are_not_finite_end_all_ranks_of_the_group_with_the_same_line():
+@pytest.mark.parametrize("version", ["pairs", "once"])
+def test_logits_that_are_not_finite_end_all_ranks_of_the_group_with_the_same_line(version):
     want = "router logits of layer 7 are not finite: 3 tokens on rank 1"
-    assert run_ranks(4, one_ill_rank) == ["", want, "", want]
+    assert run_ranks(4, one_ill_rank, version) == ["", want, "", want]
 
 
 def test_experts_that_do_not_divide_are_refused():

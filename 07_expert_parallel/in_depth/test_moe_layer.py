@@ -260,15 +260,22 @@ def test_recomputation_without_the_routing_is_refused_and_not_silently_wrong():
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_micro_batches_may_go_backward_in_any_order(order):
-    def run(recompute: bool) -> dict:
+    def run(recompute: bool, in_flight: bool) -> dict:
         layer = lively(MoE(SMALL, None, None), 4)
         call = recomputed(layer) if recompute else layer
-        ys = [call(numbers(8, 16, seed=seed).requires_grad_()) for seed in range(3)]
-        for i in order:
+        ys = []
+        for seed in range(3):
+            set_loss_scale(layer, 1.0 + seed)  # of the next call, whenever its backward comes
+            ys.append(call(numbers(8, 16, seed=seed).requires_grad_()))
+            if not in_flight:
+                (ys[seed] * ys[seed].detach().cos()).sum().backward()
+        for i in order if in_flight else ():
             (ys[i] * ys[i].detach().cos()).sum().backward()
         return gradients_of(layer)
 
-    assert_same_named(run(True), run(False), 1e-10, "gradient of")
+    want = run(False, False)
+    for recompute in (False, True):
+        assert_same_named(run(recompute, True), want, 1e-10, "gradient of")
 
 
 def test_a_recomputed_layer_keeps_its_input_and_no_activations_and_sends_its_counts_once():
@@ -409,10 +416,12 @@ def test_under_autocast_tokens_travel_in_bf16_and_the_router_stays_in_float32():
 def test_logits_that_are_not_finite_are_named_with_their_layer():
     block = nn.Sequential(MoE(SMALL, None, None))
     moe_layers(block)[0].name = "model.layers.3.mlp"
-    x = numbers(8, 16)
-    x[2, 5] = float("nan")
-    with pytest.raises(RouterError, match="router logits of model.layers.3.mlp are not finite: 1 tokens on rank 0"):
-        block.double()(x)
+    moe_layers(block.double())[0].gate.weight.data.fill_(1.0)
+    for value in (float("nan"), 1e308):  # the sum of sixteen such is infinite
+        x = numbers(8, 16)
+        x[2] = value
+        with pytest.raises(RouterError, match="router logits of model.layers.3.mlp are not finite: 1 tokens on rank 0"):
+            block(x)
 
 
 def test_a_linear_of_ones_own_multiplies_as_its_docstring_says_or_is_refused():
@@ -426,8 +435,17 @@ def test_a_linear_of_ones_own_multiplies_as_its_docstring_says_or_is_refused():
         assert sum(called) == products + 100 * gates, f"{version}: {called}"
     for compute in ("padded", "grouped"):
         MoE(c, None, None, compute=compute, parts=SimpleNamespace(linear=F.linear))
+        MoE(c, None, None, version="fixed", compute=compute, parts=parts)  # it does not use `compute`
         with pytest.raises(ValueError, match=f"compute '{compute}' multiplies all experts at once.*use loop"):
             MoE(c, None, None, compute=compute, parts=parts)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_every_weight_says_whether_its_gradient_is_a_partial_sum(sequence):
+    layer = MoE(replace(SMALL, shared=1), None, None, sequence_parallel=sequence)
+    shards = [(m.shard, m.weight) for m in layer.modules() if isinstance(m, moe_layer.Weight)]
+    assert len(shards) == 1 + 3 + 3
+    assert all(shard.partial == sequence and shard.size == len(weight) for shard, weight in shards)
 
 
 def test_a_bias_needs_the_sigmoid_router_and_a_capacity_room():
@@ -435,6 +453,7 @@ def test_a_bias_needs_the_sigmoid_router_and_a_capacity_room():
         ({"bias_speed": 0.1}, "bias-speed needs the sigmoid router"),
         ({"capacity": 0.0}, "capacity 0.0 leaves no room; use a positive number, or None"),
         ({"capacity": float("nan")}, "capacity nan leaves no room"),
+        ({"capacity": float("inf")}, "capacity inf leaves no room"),
     ):
         with pytest.raises(ValueError, match=words):
             MoE(replace(SMALL, **change), None, None)

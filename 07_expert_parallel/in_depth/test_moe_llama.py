@@ -266,7 +266,9 @@ def test_a_copy_of_a_recomputed_model_computes_with_its_own_weights_and_routing(
 
 def held_and_sent(P: int) -> tuple:
     c, world = CONFIGS["softmax"], dist.group.WORLD
-    experts, replicas = expert_groups([[1, 0, 2, 3]], P)  # in whatever order
+    experts, replicas = expert_groups([[1, 0, 2, 3]], P, timeout=90.0)  # in whatever order
+    waits = {g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in (experts, replicas)}
+    assert waits == {90.0}
     first = [dist.get_process_group_ranks(group)[0] for group in (experts, replicas)]
     assert dist.get_rank() == sum(first), "a rank has the same experts as its replicas: it is at their place"
     model = MoELlama(c, experts, world).double()
@@ -328,6 +330,11 @@ def test_a_missing_expert_is_named():
     del state["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     with pytest.raises(KeyError, match=r"layers.1.block_sparse_moe.experts.2.w3.weight"):
         load_full_state_dict(model, state, None)
+    other = full_state_dict(model, None)
+    del other["lm_head.weight"]
+    with pytest.raises(RuntimeError, match="lm_head.weight"):
+        load_full_state_dict(model, other, None)
+    assert [layer.name for layer in moe_layers(model)] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert full_name(model, "model.layers.0.mlp.gate.weight") == "model.layers.0.block_sparse_moe.gate.weight"
     assert cut_experts(model, {"lm_head.weight": state["lm_head.weight"]} | state_of_experts(model), None)
 
@@ -371,6 +378,14 @@ def test_the_norm_of_the_gradient_is_summed_in_float64_whatever_the_parameters_a
     got = squared_gradient_norm(model, None)
     assert got.dtype == torch.float64
     assert_same(got, want, 1e-12, "squared norm of bf16 gradients")
+
+
+def test_positions_1000_and_1001_are_rotated_differently_in_bfloat16():
+    rope = moe_llama.Attention(LlamaConfig(MOE)).rope
+    x = torch.ones(1, 1002, 1, 4)
+    low = rope(x.bfloat16())
+    assert low.dtype == torch.bfloat16
+    assert_same(low[:, 1000:], rope(x)[:, 1000:], 1e-2, "what RoPE makes of bf16")
 
 
 # ----------------------------------------------------------------------------------- the seams of chapters 01 and 04

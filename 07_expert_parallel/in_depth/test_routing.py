@@ -191,6 +191,8 @@ def test_shares_of_the_losses_add_up_to_those_of_one_process_however_uneven_the_
         assert_same(grad, whole, 1e-12, "gradient of the logits", rank)
         assert counts.sum() == K * sum(sizes), rank
         assert untouched, f"rank {rank}: group_sum changed the counts that it was given"
+    alone = torch.ones(3)
+    assert group_sum(alone, None).data_ptr() != alone.data_ptr(), "a new tensor without a group too"
 
 
 # ------------------------------------------------------------------------------------------------------------ capacity
@@ -236,6 +238,7 @@ def test_a_step_of_the_bias_is_up_below_the_mean_down_above_and_none_at_it():
     assert bias_step(torch.tensor([1, 2, 3])).tolist() == [1, 0, -1]
     assert bias_step(torch.tensor([0, 0, 9])).tolist() == [1, 1, -1]
     assert bias_step(torch.tensor([5, 5])).dtype == torch.int64
+    assert max_violation(torch.tensor([6, 2, 2, 2])) == 1 and max_violation(torch.tensor([5, 5])) == 0
 
 
 def test_the_bias_evens_out_a_skewed_router_without_a_gradient():
@@ -281,6 +284,9 @@ def test_the_demo_judges_the_balance_at_its_own_sizes(sign, monkeypatch, capsys)
         ("--nodes 3", "nodes 3 do not divide 8 experts; use 1, 2, 4, 8"),
         ("--nodes 4 --max-nodes 5", "max-nodes 5 of 4 nodes is impossible; use 1 to 4"),
         ("--nodes 4 --max-nodes 2 --top-k 3", "max-nodes 2 cannot share top-k 3 evenly"),
+        ("--nodes 4 --max-nodes 0", "max-nodes 0 of 4 nodes is impossible; use 1 to 4"),
+        ("--nodes 4 --max-nodes 2 --top-k 6", "max-nodes 2 cannot share top-k 6 evenly over nodes of 2 experts; use 3"),
+        ("--nodes 4 --max-nodes 3 --top-k 8", "over nodes of 2 experts; use no smaller number"),
         ("--capacity 0", "--capacity 0.0 leaves no room"),
         ("--capacity nan", "--capacity nan leaves no room"),
         ("--experts 0", "--experts 0 is not in 1 .. 1024"),
@@ -293,3 +299,5 @@ def test_bad_input_is_one_line_that_names_option_and_remedy(options, words):
 def test_an_unknown_router_is_refused():
     with pytest.raises(ValueError, match="router 'hash' is unknown; use softmax or sigmoid"):
         check_routing(8, 2, "hash")
+    with pytest.raises(ValueError, match="top-k 0 of 8 experts is impossible; use 1 to 8"):
+        check_routing(8, 0)

@@ -196,6 +196,9 @@ def test_a_second_backward_through_the_same_layer_has_its_own_gradient():
     first = x.grad.clone()
     y.backward(torch.full_like(y, 3.0))
     assert_same(x.grad, first * 4, 1e-6, "dx of both")
+    strided = random(3, 2, 32).transpose(0, 1)
+    assert torch.equal(Fp8Linear("tensor")(strided, weight), Fp8Linear("tensor")(strided.contiguous(), weight))
+    assert Fp8Linear("tensor")(x[0], weight).shape == (48,), "one token"
     dx = torch.autograd.grad(Fp8Linear("tensor")(x, weight).square().sum(), x, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):  # W is kept in 8 bits, which lead back to no weight
         dx.sum().backward()
@@ -358,6 +361,9 @@ def test_a_validation_makes_no_history_and_notes_nothing_and_a_recomputed_forwar
     assert scales[0] == scales[1] and scales[0].keys() == {"x", "w", "dy"}
     linear.watch(torch.empty((), device="meta"), "as on a GPU", counts=False)
     assert not linear.bad, "nobody calls end_step() where a model only answers"
+    for shape in ((3, 2), (0, 2), (1, 1)):  # one number of each, to read all at once in end_step()
+        linear.watch(torch.empty(shape, device="meta"), "as on a GPU", counts=True)
+    assert [amax.shape for _, amax in linear.bad] == [(1, 1)] * 3
 
 
 # ------------------------------------------------------------------------------------- together with other techniques
@@ -438,6 +444,7 @@ def test_under_autocast_y_is_bf16_and_the_gradient_of_an_fp32_weight_is_fp32(ins
     x, weight = random(32, 64).requires_grad_(), nn.Parameter(random(48, 64))
     with torch.autocast("cpu", torch.bfloat16):
         y = Fp8Linear("block")(x, weight)
+        assert Fp8Linear("block")(x.double(), weight.double()).dtype == torch.float64, "autocast leaves it alone"
     with torch.autocast("cpu", torch.bfloat16, enabled=inside):
         y.backward(torch.ones_like(y))
     narrow, same = x.detach().bfloat16().requires_grad_(), nn.Parameter(weight.detach().clone())

@@ -97,11 +97,12 @@ def test_updates_below_the_spacing_of_bf16_arrive_by_a_master_and_on_average_by_
 
 
 def test_lost_updates_are_those_of_all_parameters_and_rounding_draws_from_the_seed():
-    p, q = (nn.Parameter(torch.full((100,), size)) for size in (1.0, 1e-3))
-    optimizer = MixedAdamW([("p", p), ("q", q)], POLICIES["bf16-pure"], lr=1e-3, seed=5)
+    p, q, r = (nn.Parameter(torch.full((100,), size)) for size in (1.0, 1e-3, 1.0))
+    optimizer = MixedAdamW([("p", p), ("q", q), ("r", r)], POLICIES["bf16-pure"], lr=1e-3, seed=5)
     p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
     optimizer.step(scaler(scale=1.0))
     assert optimizer.lost == 0.5 and optimizer.generator.initial_seed() == 5
+    assert torch.equal(r.float(), torch.ones(100)) and r.grad is None, "it was not used, and has no gradient"
 
 
 def test_the_master_keeps_the_digits_of_the_first_weight():
@@ -143,7 +144,7 @@ def test_training_does_not_go_on_by_skipping_steps():
         s.update(False)
     with pytest.raises(FloatingPointError, match=r"dynamic loss scale 1 \(floor 1\).* 4 step\(s\) skipped"):
         s.update(False)
-    s = scaler(scale=8.0, dynamic=False, patience=2)
+    s = scaler(scale=8.0, dynamic=False, patience=2, growth_interval=1)  # a static scale does not grow either
     for finite in (False, False, True, False, False):  # two in a row at most
         s.update(finite)
     assert s.value == 8
@@ -151,9 +152,11 @@ def test_training_does_not_go_on_by_skipping_steps():
         s.update(False)
     with pytest.raises(ValueError, match=r"loss scale 0\.5 is below its floor 1"):
         scaler(scale=0.5)
-    for name, value, dynamic in (("bf16", 1.0, False), ("fp16-static", 8.0, False), ("fp16", 8.0, True)):
+    with pytest.raises(ValueError, match="use at least the floor, above 0"):
+        scaler(scale=1.0, floor=0.0)
+    for name, *want in (("bf16", 1.0, False, 0), ("fp16-static", 8.0, False, 8), ("fp16", 8.0, True, 8)):
         s = make_scaler(POLICIES[name], dist.group.WORLD, 8.0)
-        assert (s.value, s.dynamic) == (value, dynamic), name
+        assert [s.value, s.dynamic, s.patience] == want, name
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-pure"])
