@@ -35,26 +35,31 @@ def test_labels_are_the_next_tokens_also_over_the_edge_of_a_window():
 
 @pytest.mark.parametrize(("dtype", "ids"), [("uint16", 65_536), ("uint32", 200_000)])
 def test_a_bin_of_tokens_is_mapped_and_read_as_written(dtype, ids, tmp_path):
-    tokens = torch.arange(5000) * (ids // 5000)
+    tokens = torch.arange(5003) * (ids // 5003)
     width = {"uint16": 2, "uint32": 4}[dtype]
     raw = b"".join(int(t).to_bytes(width, sys.byteorder) for t in tokens)
     (tmp_path / "train.bin").write_bytes(raw)
     (tmp_path / "val.bin").write_bytes(raw[: 100 * width])
-    for path, lengths in ((tmp_path, (5000, 100)), (tmp_path / "train.bin", (4500, 500))):
+    for path, lengths in ((tmp_path, (5003, 100)), (tmp_path / "train.bin", (4503, 500))):
         corpus = load_corpus(Config(data=str(path), bin_dtype=dtype, vocab_size=ids, seq_len=8))
         assert (len(corpus.train), len(corpus.val)) == lengths
         assert corpus.train.dtype == getattr(torch, dtype)
-        assert torch.equal(corpus.train[:4500].long(), tokens[:4500])
+        assert torch.equal(corpus.train[:4503].long(), tokens[:4503])
 
 
 def test_a_word_that_is_no_byte_is_shown_and_ends_nothing():
     """What an untrained model draws that knows more words than there are bytes."""
-    assert as_bytes([100, 31_999, 101, 102]) == "d\ufffdef"
+    assert as_bytes([100, 256, 31_999, 101, 102]) == "d\ufffd\ufffdef"
 
 
 def test_a_folder_is_split_by_file_without_hidden_or_binary_files(tmp_path):
     for i in reversed(range(23)):
         (tmp_path / f"{i:02}.txt").write_text(chr(ord("a") + i) * 10)
+    for folder in ("tests", ".git"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "22.txt").rename(tmp_path / "tests" / "22.txt")  # the last one, below
+    (tmp_path / ".git" / "config").write_text("secret" * 10)
+    (tmp_path / "nothing").touch()
     (tmp_path / ".hidden").write_text("secret" * 10)
     (tmp_path / "image").write_bytes(b"\0\1\2" * 10)
     (tmp_path / "late").write_bytes(b"text " * 20_000 + b"\0")
@@ -64,7 +69,7 @@ def test_a_folder_is_split_by_file_without_hidden_or_binary_files(tmp_path):
     assert bytes(corpus.train.tolist()) == b"".join(bytes([letter]) * 10 for letter in b"abcdefghiklmnopqrsuvw")
     assert corpus.messages == (
         f"--data {tmp_path}: 23 text files, 2 of them for validation (09.txt, 19.txt); skipped: "
-        "1 JSON lines (chat.jsonl), 2 binary (image, late), 1 hidden (.hidden)",
+        "1 JSON lines (chat.jsonl), 2 binary (image, late), 1 empty (nothing), 2 hidden (.git/config, .hidden)",
     )
     assert train.prepare(["--data", str(tmp_path), "--seq-len", "4"], 1).messages == list(corpus.messages)
 
@@ -100,9 +105,16 @@ def test_what_is_no_text_is_refused_by_its_name_whatever_the_file_is_called(what
 
 
 def test_text_that_begins_like_something_else_is_text(tmp_path):
-    for text in ('{"one": "object"}\nand text\n', "PAR1 is the magic of Parquet\n", "Grüße\n"):
+    beginnings = ("PAR1 is the magic of Parquet\n", "GIF89a is that of an image\n", "Grüße\n")
+    for text in ('{"one": "object"}\nand text\n', *beginnings):
         (tmp_path / "text.txt").write_text(text * 20)
         assert len(load_corpus(Config(data=str(tmp_path / "text.txt"), seq_len=2)).train) > 0
+
+
+def test_json_is_refused_by_its_name(tmp_path):
+    (tmp_path / "a.json").write_text("[1, 2]\n" * 20)
+    with pytest.raises(UsageError, match=r"^--data \S+a.json is JSON, whose braces would be trained on; "):
+        load_corpus(Config(data=str(tmp_path / "a.json"), seq_len=2))
 
 
 @pytest.mark.parametrize("vocabulary", [256, 50_257, 128_256])

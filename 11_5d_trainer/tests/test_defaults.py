@@ -92,6 +92,12 @@ def test_kernels_are_fused_where_triton_is_and_every_gpu_has_bf16(monkeypatch):
     kernels_on = step_module.kernels_on
     assert (kernels_on(Config(), gpu), kernels_on(Config(), cpu)) == ("triton", "torch")
     assert kernels_on(Config(compile=True), gpu) == kernels_on(Config(precision="fp64"), gpu) == "torch"
+    mine = [train.torch.nn.Parameter(train.torch.ones(1))]
+    adamw, sgd = train.torch.optim.AdamW(mine), train.torch.optim.SGD(mine)
+    fused = Config(kernels="triton")
+    for given in ((Config(kernels="torch"), gpu, adamw), (fused, cpu, adamw), (fused, gpu, sgd)):
+        assert step_module.fused_adamw(*given) is None
+    assert step_module.fused_adamw(Config(kernels="triton", precision="fp64"), gpu, adamw) is None
     older.append((7, 5))
     assert kernels_on(Config(), gpu) == "torch"
     older.pop()

@@ -338,6 +338,9 @@ def test_the_newest_and_the_best_are_by_their_steps_and_finite_losses_and_every_
         assert left == sorted({best, 2, 3}), f"{losses}: {left} are left"
         assert checkpoint.find(str(run))[1].name == "step-1000001"
         assert checkpoint.step_of(checkpoint.find(f"{run}/best")[1]) == 999_998 + best, losses
+    for step in (8, 9):
+        published(tmp_path / "equal", step, 2.0, keep=2)
+    assert checkpoint.best_of(tmp_path / "equal").name == "step-000008", "of equal ones the first"
     for step, file, how in ((1_000_001, ".metadata", "truncated"), (1_000_000, "__0_0.distcp", "truncated")):
         assert checkpoint.find(str(run))[1].name == f"step-{step}"
         damage(run, f"step-{step}", file, how)
@@ -399,6 +402,8 @@ def test_whatever_the_system_refuses_while_a_checkpoint_gets_its_name_one_is_com
     assert checkpoint.complete(tmp_path)[-1].name == whole(tmp_path)[-1], "half a manifest makes no checkpoint"
     for leftover in (tmp_path / "checkpoints").glob(".writing-*"):
         shutil.rmtree(leftover)
+    for name in ("step-000003", "superseded-step-000003"):  # what is left of one that was removed, and of one before
+        (tmp_path / "checkpoints" / name / "more").mkdir(parents=True)
     published(tmp_path, 3)
     assert whole(tmp_path)[-1] == "step-000003"
 
@@ -432,6 +437,9 @@ def test_two_jobs_do_not_write_into_one_folder(text, tmp_path, monkeypatch, caps
         pass
     [said] = run_ranks(1, held_by_another, words, str(tmp_path / "run"))  # it came between looking and writing
     assert "/run is being written by " in said
+    with patch.object(fcntl, "flock", side_effect=OSError(37, "No locks available")):  # of such a file system
+        checkpoint.hold(tmp_path / "run").close()
+        assert not checkpoint.check_free(tmp_path / "run")
 
 
 @pytest.mark.parametrize("ends", ["while this one waits", "while this one reads its data"])

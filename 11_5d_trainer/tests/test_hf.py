@@ -5,12 +5,15 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import checkpoint
+import data
 import hf
 import hf_keys
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import train
 import transformers
@@ -185,7 +188,7 @@ def test_a_run_from_a_hugging_face_folder_starts_with_the_losses_of_transformers
 
 
 def evaluated(words):
-    return train.evaluate_alone(train.agree(train.prepare([*words, "--evaluate"], 1))[0])
+    return train.evaluate_alone(train.agree(train.prepare([*words, "--evaluate"], dist.get_world_size()))[0])
 
 
 def test_a_model_in_several_files_is_read_and_comes_back_bit_by_bit(text, tmp_path):
@@ -194,16 +197,29 @@ def test_a_model_in_several_files_is_read_and_comes_back_bit_by_bit(text, tmp_pa
     words = [*arguments(text, steps=1, warmup=0, precision="fp32", lr=1e-30, min_lr=0), "--init", folder]
     log, run_folder = run_ranks(2, run, [*words, "--tp", "2", "--out", str(tmp_path / "run")], {})[0]
     sent = {n: t for file in (tmp_path / "model").glob("*.safetensors") for n, t in load_file(file).items()}
-    said = run_ranks(1, evaluated, words)
+    said = run_ranks(2, evaluated, words)  # 5 samples on one, 4 on the other
     shutil.rmtree(folder)
     said += run_ranks(1, evaluated, ["--resume", run_folder, "--tp", "1"])
     assert [float(line.split("loss ")[1].split()[0]) for line in said] == pytest.approx(
-        [log[-1]["val_loss"]] * 2, abs=1e-5
+        [log[-1]["val_loss"]] * 3, abs=1e-5
     )
     hf.export(run_folder, str(tmp_path / "out"))
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert back.keys() == sent.keys()
     assert all(torch.equal(back[name], sent[name]) for name in sent)
+    hf.export(run_folder, str(tmp_path / "out"), file_bytes=20_000)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    again = hf.read_weights(str(tmp_path / "out"), set(sent))
+    assert all(torch.equal(again[name], sent[name]) for name in sent)
+    index = json.loads((tmp_path / "out" / hf.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in sent.values())
+
+
+def test_files_are_filled_to_the_last_byte_and_a_tensor_that_is_larger_has_its_own():
+    assert hf.in_files({"a": 4, "b": 4}, 8) == {"model.safetensors": ["a", "b"]}
+    several = [*hf.in_files({"a": 4, "b": 4, "c": 9, "d": 1}, 8).items()]
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert several == [*zip(names, (["a", "b"], ["c"], ["d"]), strict=True)]
 
 
 @pytest.mark.always("llama3.2", "qwen3_moe")
@@ -340,6 +356,12 @@ def test_a_mixture_that_no_mixtral_is_is_not_exported(tmp_path):
             hf.write_model("run", tmp_path, tmp_path, progress, tmp_path / "out", None, 1)
 
 
+def test_a_run_without_a_tokenizer_of_its_own_ends_its_texts_only_if_they_are_bytes(tmp_path):
+    for numbers, name, end in ((False, "", 0), (True, "", None), (None, "", None), (False, "theirs", None)):
+        config = dataclasses.asdict(Config(tokenizer=name))
+        assert hf.end_of_text(tmp_path, checkpoint.Progress(1, 8, 1, config, {}, numbers=numbers)) == end
+
+
 # --------------------------------------------------------------------------------------------------------- tokenizer
 
 
@@ -372,13 +394,21 @@ def test_a_hugging_face_tokenizer_reads_the_text_and_gives_it_back(text, tokeniz
     assert (tmp_path / "run" / "sample.txt").read_text().startswith(prompt)
 
 
-def test_tokenizers_that_do_not_fit_are_refused_in_one_line(text, tokenizer, tmp_path):
+def test_tokenizers_that_do_not_fit_are_refused_in_one_line(text, tokenizer, tmp_path, monkeypatch):
     ids = tmp_path / "ids.bin"
     ids.write_bytes(bytes(4000))
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("Grüße ".encode("latin-1") * 100)
     cases = [
         (["--data", str(ids), "--vocab-size", "300", "--tokenizer", tokenizer], "reads text, but --data"),
         (["--data", text, "--tokenizer", str(tmp_path)], "cannot be loaded: "),
+        (["--data", str(latin), "--tokenizer", tokenizer], r"latin.txt is not UTF-8 \(at byte 2\); convert it$"),
         (["--data", text, "--tokenizer", tokenizer, "--init", new_model(tmp_path / "m")], "--init .* the data has 300"),
     ]
     for words, line in cases:
         assert re.search(line, refusal(words))
+    size = Path(text).stat().st_size
+    monkeypatch.setattr(data, "MOST_TEXT", size)
+    load_corpus(Config(data=text, tokenizer=tokenizer, seq_len=16))
+    monkeypatch.setattr(data, "MOST_TEXT", size - 1)
+    assert "which every process would encode for itself" in refusal(["--data", text, "--tokenizer", tokenizer])

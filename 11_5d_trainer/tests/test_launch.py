@@ -10,6 +10,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import paths  # noqa: F401  finds the chapters below
 import checkpoint
@@ -184,6 +185,35 @@ def test_the_last_line_names_the_rank_that_was_killed_and_blames_none_that_waite
     assert line(r0=4, r1=4) == (4, "rank 0 and others waited for ranks that did not answer: the line above names these")
     assert line(r1=1) == (1, "rank 1 ended first, with 1; what it said is above")
     assert line(r0=3) == (3, "")
+
+
+def test_however_torchrun_or_the_check_ends_there_is_a_code_for_it(monkeypatch, capsys):
+    store, words = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", ["--nproc_per_node", "1", "any.py"]
+    monkeypatch.setenv(store, "")
+    monkeypatch.delenv(store)
+    monkeypatch.setattr(launch.elastic, "LocalElasticAgent", launch.LocalElasticAgent)  # main sets both
+    monkeypatch.setattr(launch.torchrun, "run", mock.Mock())
+    assert launch.main(words) == 0
+    assert (os.environ[store], launch.elastic.LocalElasticAgent) == ("1", launch.Agent)
+    killed = launch.ChildFailedError.__new__(launch.ChildFailedError)
+    killed.failures = {1: types.SimpleNamespace(exitcode=-9, timestamp=0)}
+    for error, code in ((killed, 137), (launch.SignalException("ended", signal.SIGTERM), 143)):
+        launch.torchrun.run.side_effect = error
+        assert launch.main(words) == code
+    assert capsys.readouterr().err.startswith("launch.py: rank 1 was ended by SIGKILL")
+    for error, code in ((launch.NothingLeft("all is done"), 0), (KeyboardInterrupt(), 130)):
+        monkeypatch.setattr(launch, "check", mock.Mock(side_effect=error))
+        assert launch.main(words) == code
+
+
+def test_ranks_that_have_said_why_they_end_are_not_started_again(monkeypatch):
+    agent = object.__new__(launch.Agent)
+    for codes, left in (((), 3), ((1,), 3), ((-9, 4), 3), ((-15, 3), 0), ((2,), 0)):
+        failures = {rank: types.SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
+        found = types.SimpleNamespace(failures=failures or None)
+        monkeypatch.setattr(launch.LocalElasticAgent, "_monitor_workers", lambda *_, found=found: found)
+        agent._remaining_restarts = 3
+        assert agent._monitor_workers(None) is found and agent._remaining_restarts == left, codes
 
 
 def said_by_two_nodes(tmp_path, change, words, more=()):

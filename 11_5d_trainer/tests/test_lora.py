@@ -10,9 +10,11 @@ import fuzz
 import hf
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import train
 from data import Sampler, load_corpus
+from full_state import full_state
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from layouts import SIZES, Layout
@@ -152,11 +154,28 @@ def test_bf16_adapters_have_masters_and_the_base_has_none(folder, text, tmp_path
     assert json.loads((tmp_path / "run" / "config.json").read_text())["lora_rank"] == RANK
 
 
+def first_weights(words):
+    plan = train.prepare(words, dist.get_world_size())
+    me = train.make_trainer(plan.config, plan.model, plan.device, start_from=plan.start_from)
+    return full_state(me.owners, me.model, me.mesh)["weights"]
+
+
+def test_a_run_of_adapters_begins_with_the_weights_of_its_folder(folder, text, tmp_path):
+    sent = load_file(f"{folder}/model.safetensors")
+    for weights in run_ranks(2, first_weights, adapted(text, folder, tmp_path, "--tp", "2")):
+        assert sent.keys() == {name for name in weights if ".lora_" not in name}
+        assert all(torch.equal(weights[name], weight.double()) for name, weight in sent.items())
+        assert not any(weight.any() for name, weight in weights.items() if ".lora_B" in name), "W x at first"
+
+
 def test_a_merged_weight_is_the_weight_and_the_scaled_product_of_its_factors():
     weight, A, B = torch.randn(5, 3), torch.randn(2, 3), torch.randn(5, 2)
     weights = {"q.weight": weight, "q.lora_A.weight": A, "q.lora_B.weight": B, "k.weight": weight}
     assert_same(hf.merged(weights, 2.5, "q.weight"), weight + 2.5 * B @ A, 1e-6)
     assert torch.equal(hf.merged(weights, 2.5, "k.weight"), weight)
+    low = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    wide = weight.bfloat16().float() + 2.5 * (B.bfloat16().float() @ A.bfloat16().float())
+    assert torch.equal(hf.merged(low, 2.5, "q.weight"), wide.bfloat16()), "rounded once"
 
 
 def test_options_that_cannot_go_with_adapters_are_refused_in_one_line(folder, text, tmp_path):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import checkpoint
 import fuzz
 import generate
 import metrics
@@ -86,6 +87,9 @@ def one_step(words, sizes):
 @pytest.mark.always(
     "4---experts 4 --ep 2 --tp 2 --sequence-parallel --zero 1",
     "2---zero 2 --zero-offload --precision bf16-master --accumulate-dtype fp32",
+    "2---zero 2 --precision bf16-master --reduce-dtype fp32 --accumulate-dtype fp32",
+    "4---zero 1 --zero-shards 2 --cp 2 --cp-kind zigzag",
+    "4---cp 4 --cp-kind usp --micro-batch 4 --recompute selective",
 )
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value) or "plain")
 def test_bytes_held_and_sent_on_each_axis_are_those_of_the_formulas(ranks, layout, text):
@@ -199,9 +203,27 @@ def test_the_sign_of_a_row_is_that_of_all_ranks():
         ((8, 7), (5, 5)): "≠",
         ((8, 8), (5, None)): "no",
     }.items():
-        watch.ranks = [{"held": {"weights": pair}, "sent": {}, "crossed": {}, "not counted": []} for pair in pairs]
-        _, row = watch.report().splitlines()
-        assert row.split()[2:4] == ["8", sign] and int(row.split()[-1]) == sum(got for got, _ in pairs), row
+        for order in (pairs, pairs[::-1]):  # the rank with most may be any
+            rest = {"sent": {"other": (0.0, 0.0)}, "crossed": {}, "not counted": []}
+            watch.ranks = [{"held": {"weights": pair}, **rest} for pair in order]
+            _, row = watch.report().splitlines()
+            assert row.split()[2:4] == ["8", sign] and int(row.split()[-1]) == sum(got for got, _ in pairs), row
+    watch.ranks[0]["not counted"] = ["c10d::scatter_"]
+    assert watch.report().endswith("\nnot counted: c10d::scatter_")
+    assert (metrics.text(9999), metrics.text(10_000)) == ("9,999 B", "0.01 MB")
+    assert 2**26 < metrics.peak_memory(torch.device("cpu")) < 2**40, "bytes"
+
+
+def test_a_board_hears_what_a_line_of_the_log_knows_and_one_that_does_not_begin_ends_nothing(monkeypatch, capsys):
+    watch, board = object.__new__(metrics.Watch), object.__new__(metrics.TensorBoard)
+    board.writer = mock.Mock()
+    watch.boards = [board]
+    watch.note({"step": 3, "loss": 0.0, "mfu": None})
+    board.writer.add_scalar.assert_called_once_with("loss", 0.0, 3)
+    monkeypatch.setattr(metrics, "TensorBoard", mock.Mock(side_effect=OSError("no network"), __name__="TensorBoard"))
+    assert metrics.boards(Config(), None) == [] and not capsys.readouterr().err
+    assert metrics.boards(Config(tensorboard=True), None) == []
+    assert capsys.readouterr().err == "TensorBoard does not begin (no network); the run goes on without it\n"
 
 
 @pytest.mark.prove
@@ -272,6 +294,9 @@ def test_tensorboard_is_an_extra_and_its_absence_is_told_in_one_line(text, monke
         UsageError, match=r"^--tensorboard needs tensorboard; pip install tensorboard, or leave it out$"
     ):
         train.prepare([*arguments(text), "--tensorboard"], 1)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match=r"^--wandb needs wandb; pip install wandb, or leave it out$"):
+        train.prepare([*arguments(text), "--wandb", "mine"], 1)
 
 
 WANDB = """
@@ -364,8 +389,12 @@ def test_a_run_on_token_ids_is_prompted_with_ids_though_its_data_are_gone(text, 
     assert generate.main() == 0
     said = capsys.readouterr().out.split()
     assert generate.read_prompt("\udcff", Config(), False, None)[0] == [255], "an argument that is no UTF-8"
-    with pytest.raises(UsageError, match="the run's data are token ids; give some below 300"):
-        generate.read_prompt("²", Config(vocab_size=300), True, None)
+    for prompt in ("²", "300", "-1"):
+        with pytest.raises(UsageError, match="the run's data are token ids; give some below 300"):
+            generate.read_prompt(prompt, Config(vocab_size=300), True, None)
+    _, path, progress, _ = checkpoint.find(str(tmp_path / "run"))
+    old = dataclasses.replace(progress, numbers=None)  # it was not noted then
+    assert generate.read_model("cpu", tmp_path / "run", path, old)[3]
     assert said[:2] == ["5", "299"] and len(said) == 5 and all(word.isdigit() for word in said)
     monkeypatch.setattr(generate, "choose", lambda *_: torch.zeros(1, 1, dtype=torch.int64))
     assert generate.main() == 0 and capsys.readouterr().out == "5 299 0 0 0\n", "0 is a token like the others"
@@ -390,15 +419,21 @@ def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, t
     code, _, err = said(str(tmp_path))
     assert code == 2 and err.startswith("generate.py: run ") and err.count("\n") == 1
     greedy = ("--temperature", "0", "--top-k", "3")
-    for words in (("--top-k", "-1"), ("--top-p", "0"), ("--top-p", "nan"), ("--temperature", "1e-40"), greedy):
+    low = (("--top-k", "-1"), ("--top-p", "0"), ("--temperature", "1e-40"))
+    for words in (*low, ("--top-p", "nan"), ("--seed", str(2**63)), greedy):
         code, _, err = said(folder, *words)
         assert code == 2 and err.startswith(f"generate.py: {words[0]} ") and err.count("\n") == 1
     assert said(folder, "--tokens", "0")[::2] == (2, "generate.py: --tokens 0 must be at least 1\n")
+    first, again, other = (said(folder, "--tokens", "9", "--seed", seed)[1] for seed in "001")
+    assert first == again != other
+    likeliest = (("--temperature", "0"), ("--top-k", "1"), ("--top-p", "1e-9"))
+    assert len({said(folder, "--tokens", "9", *words)[1] for words in likeliest}) == 1
     _, small = train_on(
         1, [*arguments(text, steps=1, warmup=0, vocab_size=128), "--out", str(tmp_path / "small")], vocab_size=128
     )
-    line = "generate.py: --prompt has token id 195, beyond the model's vocabulary of 128\n"
-    assert said(small, "--prompt", "é")[::2] == (2, line)
+    for prompt, token in (("é", 195), ("\udc80", 128)):
+        line = f"generate.py: --prompt has token id {token}, beyond the model's vocabulary of 128\n"
+        assert said(small, "--prompt", prompt)[::2] == (2, line)
     assert said(folder, "--prompt", "")[::2] == (
         2,
         "generate.py: --prompt is empty; give at least one token to continue\n",
@@ -432,6 +467,10 @@ def test_the_cache_of_keys_and_values_changes_no_token_and_computes_each_once(ex
     for ends in ({whole[14]}, {whole[14], whole[12]}):
         last = min(i for i in range(9, 21) if whole[i] in ends)
         assert generate.generate(*greedy, stop=ends)[0].tolist() == whole[: last + 1]
+    rows = iter([torch.tensor([[1], [2]]), torch.tensor([[2], [2]])])
+    with mock.patch.object(generate, "choose", lambda *_: next(rows)):
+        ended = generate.generate(model, prompt, 12, 0, torch.Generator(), stop={2})
+    assert ended[:, 9:].tolist() == [[1, 2], [2, 2]], "until each row has one"
 
 
 def test_a_new_token_sees_no_more_tokens_than_the_model_was_trained_on():
@@ -449,7 +488,8 @@ def test_a_new_token_sees_no_more_tokens_than_the_model_was_trained_on():
 
 def test_top_k_and_top_p_are_those_of_transformers():
     logits = 3 * torch.randn(500, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for temperature, top_k, top_p in ((1.0, 5, 1.0), (0.7, 0, 0.8), (1.3, 12, 0.6), (1.0, 1, 1.0), (1.0, 0, 1e-9)):
+    draws = ((1.0, 5, 1.0), (0.7, 0, 0.8), (1.3, 12, 0.6), (1.0, 1, 1.0), (1.0, 0, 1e-9), (1.0, 41, 1.0))
+    for temperature, top_k, top_p in draws:
         scores = TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
         scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
         scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores

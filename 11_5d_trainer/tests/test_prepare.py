@@ -102,7 +102,10 @@ def test_a_text_is_cut_before_a_character_however_many_bytes_it_has(tokenizer, t
     for before, character in product(range(4), "aé€𝄞"):
         file.write_text("a" * before + character * 207)
         assert all(file.read_bytes()[: prepare.cut_text(file, at)].decode() for at in range(4, 20))
-        assert load_corpus(Config(data=str(file), tokenizer=str(tokenizer), seq_len=2)).size > 0
+        corpus = load_corpus(Config(data=str(file), tokenizer=str(tokenizer), seq_len=2))
+        assert corpus.tokens_per_byte == len(corpus.val) / len(corpus.decode(corpus.val.tolist()).encode())
+    bare = load_corpus(Config(data=str(file), seq_len=2))
+    assert bare.fingerprint != corpus.fingerprint and bare.tokens_per_byte == 1
 
 
 # ------------------------------------------------------------------------------------------------------- refused
@@ -247,7 +250,8 @@ def test_options_that_contradict_the_meta_file_are_refused(tokens):
         with pytest.raises(UsageError) as refused:
             load_corpus(Config(data=str(tokens), seq_len=16, **options))
         assert str(refused.value) == line
-    assert load_corpus(Config(data=str(tokens), seq_len=16, vocab_size=320)).vocab_size == 320
+    for size in (256, 320):
+        assert load_corpus(Config(data=str(tokens), seq_len=16, vocab_size=size)).vocab_size == size
 
 
 def test_of_large_files_some_blocks_are_checked(tokens, tmp_path, monkeypatch):
@@ -286,13 +290,18 @@ def tokenizer(tmp_path_factory):
     return file
 
 
-def test_the_vocabulary_of_a_tokenizer_reaches_to_its_largest_token(tmp_path):
+def test_the_vocabulary_of_a_tokenizer_reaches_to_its_largest_token_and_nothing_is_added_to_a_text(tmp_path):
     import sources
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, processors
 
     file = tmp_path / "tokenizer.json"
-    Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")).save(str(file))
-    assert sources.load_tokenizer(str(file)).vocab_size == 8
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
+    made.post_processor = processors.TemplateProcessing(single="a $A", special_tokens=[("a", 0)])
+    made.enable_padding(length=5)
+    made.save(str(file))
+    loaded = sources.load_tokenizer(str(file))
+    assert loaded.vocab_size == 8
+    assert loaded.encode("b") == [7], "neither a token at the beginning nor padding at the end"
 
 
 def test_tokens_of_a_tokenizer_are_decoded_by_the_run_and_its_export_though_all_else_is_gone(
@@ -357,6 +366,7 @@ def test_the_end_of_a_document_is_the_tokenizers_own_or_what_is_asked_for(tokeni
         assert [corpus.decode(tokens) for tokens in documents(corpus.held_out[0], eos)] == STORIES[9::10]
         corpus.tokenizer.save(stories / f"run-{eos}" / "tokenizer")
         again = generate.tokenizer_of(Config(), stories / f"run-{eos}" / "tokenizer")
+        assert generate.tokenizer_of(Config(tokenizer=str(name)), stories / "old").encode("7") == again.encode("7")
         assert generate.ends_of_text(stories, again) == {eos}
     made = sources.load_tokenizer(str(tokenizer))
     assert made.decode([2, 400, 2]) == "<|im_end|><|im_end|>"  # a model may have more words than its tokenizer
@@ -412,6 +422,9 @@ def test_of_a_chat_only_answers_and_their_ends_are_learned(kind, tokenizer, tmp_
     if kind == "tokenizer":
         assert (row.tokens == 2).sum() == (row.tokens == 1).sum() == 5 * 36  # marks are tokens of their own
         assert corpus.tokens_per_byte is None
+    flip_a_bit("train.mask")(tmp_path / "out")
+    with pytest.raises(UsageError, match="train.mask is not as prepare.py wrote it"):
+        load_corpus(Config(data=str(tmp_path / "out"), seq_len=64))
 
 
 # --------------------------------------------------------------------------------------------------------- mixture
@@ -479,6 +492,10 @@ def test_the_held_out_samples_of_a_mixture_are_those_of_its_sources_once_each():
     assert {len(batches) for batches in shared} == {2}
     found = [tokens[0, 0].item() for batches in shared for tokens, labels in batches if (labels != IGNORE).any()]
     assert sorted(found) == sorted(firsts)
+    shared = [[*sampler.held_out(40, 2, rank, 3, at_once=7)] for rank in range(3)]
+    assert {(len(batches), *batches[-1][0].shape) for batches in shared} == {(7, 2, 4)}, "as many as a pipeline needs"
+    pairs = [pair for batches in shared for pair in batches]
+    assert sorted(n for t, y in pairs for n in t[(y != IGNORE).any(1), 0].tolist()) == sorted(firsts)
 
 
 @pytest.fixture
@@ -530,6 +547,13 @@ def test_a_mixture_is_known_by_its_weights_and_contents_also_without_meta_files(
             (tmp_path / "one" / "train.bin").write_bytes(raw)
             seen.add(fingerprint())
         assert len(seen) == 3, other
+    one = {"folder": "one", "weight": 1}
+    bad = [[], *([one, {"folder": "two", "weight": weight}] for weight in (0, True, float("inf"), 5000))]
+    for sources in bad:
+        (tmp_path / "mixture.json").write_text(json.dumps({"sources": sources}))
+        line = "weight 1 of one is less than 1 in 1024; raise it" if "5000" in str(sources) else "mixture.json is not "
+        with pytest.raises(UsageError, match=line):
+            fingerprint()
 
 
 def test_bits_per_byte_of_a_mixture_weigh_its_sources_as_the_validation_does(mixture):

@@ -12,11 +12,13 @@ import checkpoint
 import generate
 import hf
 import pytest
+import torch
 import torch.distributed as dist
 import train
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import Llama
+from model import full_shapes
 from options import Config, UsageError, merge
 from precision_policies import LossScaler
 from test_train import SIZES, SMALL, arguments, f64, losses, run, train_on
@@ -162,18 +164,27 @@ def save_to_a_file(words, folder):
     plan = train.prepare(words, 1)
     model = Llama(SIZES)
     progress = checkpoint.Progress(1, 8, len(plan.corpus.train), dataclasses.asdict(plan.config), {})
-    saver = checkpoint.Saver(Path(folder), dist.group.WORLD, 2)
+    said = []
+    saver = checkpoint.Saver(Path(folder), dist.group.WORLD, 2, said.append)
     saver.save({"weights": model.state_dict()}, progress)
     saver.finish()
-    return saver.failure
+    failure = saver.failure
+    (Path(folder) / "checkpoints").rename(Path(folder) / "file")
+    saver.save({"weights": model.state_dict()}, progress)
+    saver.finish()
+    return failure, said, saver.failure
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_with_its_reason(text, tmp_path):
+def test_a_checkpoint_that_cannot_be_written_is_told_with_its_reason_until_one_can(text, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where a folder should be")
-    [failure] = run_ranks(1, save_to_a_file, arguments(text), str(tmp_path / "run"))
+    [(failure, said, later)] = run_ranks(1, save_to_a_file, arguments(text), str(tmp_path / "run"))
     assert failure == "the checkpoint of step 1 could not be written (rank 0: Not a directory)"
-    assert (tmp_path / "run" / "checkpoints").read_text() == "a file where a folder should be"
+    assert said == [f"{failure}; there is none yet, and the run goes on"] and later == ""
+    assert (tmp_path / "run" / "file").read_text() == "a file where a folder should be"
+    [path] = checkpoint.complete(tmp_path / "run")
+    states = checkpoint.load(path, full_shapes(SIZES), torch.float32)["optimizer"]
+    assert len(states) > 0 and not any(states.values()), "moments that nobody has saved"
 
 
 def test_a_run_that_began_with_restart_waits_for_nobody_when_it_is_resumed_without():

@@ -1,5 +1,6 @@
 """Models of any size: a Hugging Face config.json, single options, and the biases of Qwen2, which Llama has not."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -200,6 +201,18 @@ def test_a_run_from_a_config_json_alone_trains_new_weights_and_is_exported_as_th
     assert back["model.layers.0.self_attn.q_proj.bias"].abs().max() < 1e-20, "a bias begins at zero"
     about = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (about["model_type"], about["vocab_size"], about["max_position_embeddings"]) == ("qwen2", 300, 777)
+
+
+def test_the_config_json_of_an_export_has_every_size_of_its_model(folder, tmp_path):
+    read = [hf.read_sizes(str(folder / kind)) for kind in MODELS]
+    read.append((dataclasses.replace(read[0][0], hidden=34, own_head_dim=8), (0, 0)))  # a Mistral; no Llama has it
+    kinds = set()
+    for sizes, experts in read:
+        about = hf.config_json(sizes, mixture_of(sizes, experts), "float32", 16, {})
+        (tmp_path / "config.json").write_text(json.dumps(about))
+        assert hf.read_sizes(str(tmp_path)) == (sizes, experts), about
+        kinds.add(about["model_type"])
+    assert kinds == {*hf_keys.KINDS}
 
 
 def test_what_transformers_assumes_where_a_file_is_silent_is_assumed_here(tmp_path):

@@ -228,6 +228,33 @@ def test_runs_of_gradients_have_the_squares_of_their_pieces_each_by_its_holders(
         got, want = (sum(x.square().sum() / holders[name] for name, x in each) for each in (runs, pieces))
         assert_same(got, want, 1e-12)
         assert len(runs) < len(pieces)
+    x = torch.zeros(8)
+    assert gradients.adjacent(x[:4], x[4:]) and not gradients.adjacent(x[:4], torch.zeros(8)[4:]), "another buffer"
+    assert not gradients.adjacent(x[:4], x.view(torch.int32)[4:])
+    piece = torch.randn(1000).bfloat16()
+    assert_same(gradients.norm_of(piece), piece.double().norm(), 1e-12)
+
+
+def test_a_gradient_that_is_summed_in_a_wider_buffer_is_looked_for_there():
+    narrow, wide, frozen = (torch.nn.Parameter(torch.zeros(2), requires_grad=i < 2) for i in range(3))
+    narrow.grad = torch.ones(2)
+    owner = types.SimpleNamespace(names={narrow: "a", wide: "b", frozen: "c"}, views={wide: torch.full((2,), 3.0)})
+    found = [gradients.local_gradient([owner], p) for p in (narrow, wide, frozen)]
+    assert found[0] is narrow.grad and found[1] is owner.views[wide] and found[2] is None
+
+
+def test_a_step_is_read_late_on_a_gpu_alone_and_if_nothing_on_the_host_depends_on_its_norm():
+    def late(device="cuda", dynamic=False, fused=(True, True), moe=None, **options):
+        me = types.SimpleNamespace(config=Config(**options), model=model.alone(SIZES, moe, "meta"))
+        me.device = torch.device(device)
+        me.scaler = types.SimpleNamespace(dynamic=dynamic)
+        me.owners = [types.SimpleNamespace(fused=abs if each else None) for each in fused]
+        return step_module.reads_late(me)
+
+    assert late() and late(precision="bf16-master")
+    assert not late(device="cpu") and not late(fused=(True, False)) and not late(dynamic=True)
+    assert not late(on_nan="skip") and not late(precision="fp8-row")
+    assert not late(moe=Config(experts=4).mixture(SIZES))
 
 
 def test_wsd_is_constant_and_falls_as_one_minus_a_square_root_in_the_last_steps():

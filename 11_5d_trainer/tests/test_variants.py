@@ -151,9 +151,10 @@ def test_late_weights_travel_when_the_step_is_over_and_have_come_when_forward_is
 LATE = ["--zero", "2", "--zero-late-gather"]
 
 
-def test_copies_that_share_sequences_and_a_tied_pipeline_of_tensor_ranks_train_as_one_process(text):
+def test_copies_that_share_sequences_a_tied_pipeline_and_replicated_or_cut_ranks_of_experts_train_as_one_process(text):
     words = ("--micro-batch 2 --zero 2 --zero-shards 2 --cp 2 --cp-kind ulysses --fpdt-chunks 2",)
     words += ("--micro-batch 4 --pp 2 --tp 2 --sequence-parallel --tied --zero 1",)
+    words += tuple(f"--micro-batch 1 --experts 4 --ep 2 {how}" for how in ("", "--zero 3 --recompute full"))
     assert fuzz.verify([Layout(4, layout) for layout in words], text, SIZES) == len(words)
 
 
