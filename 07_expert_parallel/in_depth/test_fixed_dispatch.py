@@ -9,7 +9,7 @@ import torch.distributed as dist
 from _moe_demo import HostWaits
 from _slow_moe import queue_by_queue
 from expert_dispatch import dispatch_pairs, experts_loop, make_plan
-from fixed_dispatch import bytes_sent_fixed, dispatch_fixed, moe_fixed, slots_of
+from fixed_dispatch import bytes_sent_fixed, dispatch_fixed, moe_fixed, room, slots_of
 from harness.meter import communication
 from harness.programs import refusal
 from harness.ranks import run_ranks
@@ -95,6 +95,7 @@ def test_a_pair_gets_the_next_slot_of_its_expert_first_choices_first_and_the_dro
     experts = torch.tensor([[2, 0], [2, 1], [0, 2]])
     assert slots_of(experts, 3, 2).tolist() == [[4, 1], [5, 2], [0, 6]]  # the second choice of the last token: none
     assert slots_of(experts, 3, 1).tolist() == [[2, 3], [3, 1], [0, 3]]
+    assert [room(8, 4, 2, factor) for factor in (None, 1.0, 2.0, 9.0)] == [8, 4, 8, 8], "never more slots than tokens"
     many = route(numbers(40, E, seed=7), K).experts
     for C in (1, 3, 40):
         slots = slots_of(many, E, C)

@@ -274,7 +274,7 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         ("q is torch.float32; the CUDA kernel takes bfloat16", [q.float(), k, v]),
         ("do not fit", [q, k, v[:, :4]]),
         ("an empty tensor has no tile", [q, k[:, :0], v[:, :0]]),
-        ("has no backward pass", [q.clone().requires_grad_(), k, v]),
+        *(("has no backward pass", [x.clone().requires_grad_(x is y) for x in (q, k, v)]) for y in (q, k, v)),
     ):
         assert_refused(words, fp8_forward, *given, causal=True)
     with torch.no_grad():

@@ -217,6 +217,15 @@ def test_a_norm_with_float32_weights_on_float16_rows_gives_float32_as_multiplyin
     assert worst([got], [exact]) <= allowed(worst([want], [exact]), torch.float32)
 
 
+def test_the_gradient_of_a_norms_weight_in_fp16_is_added_up_in_fp32_and_rounded_once():
+    x, w = numbers(64, 37).to(DEVICE, torch.float16), numbers(37, seed=1).to(DEVICE, torch.float16)
+    leaf, exact = w.clone().requires_grad_(), w.double().cpu().requires_grad_()
+    rms_norm(x, leaf, 1e-5).sum().backward()
+    rms_norm_reference(x.double().cpu(), exact, 1e-5).sum().backward()
+    rounding = (exact.grad.half() - exact.grad).norm()
+    assert (leaf.grad.cpu() - exact.grad).norm() <= 1.1 * rounding
+
+
 def test_what_is_normalised_is_the_sum_as_it_is_stored():
     """Backward reads the stored sum, rounded to 16 bits, and what goes on past the norm is that sum, too. With float32
     weights the output has float32's digits, so that 1e-6 tells the norm of the one from the norm of the other."""

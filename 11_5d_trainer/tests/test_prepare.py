@@ -498,6 +498,13 @@ def test_the_held_out_samples_of_a_mixture_are_those_of_its_sources_once_each():
     assert sorted(n for t, y in pairs for n in t[(y != IGNORE).any(1), 0].tolist()) == sorted(firsts)
 
 
+def test_sources_without_weights_are_mixed_by_their_tokens(stories, capsys):
+    (stories / "one.txt").write_text("a word " * 99)
+    prepared(capsys, stories / "stories", stories / "one.txt", "--out", stories / "out")
+    sources = json.loads((stories / "out" / "mixture.json").read_text())["sources"]
+    assert [source["weight"] for source in sources] == [sum(map(len, STORIES)) + 60, 7 * 99 + 2]  # its parts end, too
+
+
 @pytest.fixture
 def mixture(stories, capsys):
     prepared(capsys, f"{stories}/stories:3", f"{stories}/stories.jsonl:1", "--field", "story", "--out", stories / "out")
