@@ -233,6 +233,11 @@ def test_what_transformers_assumes_where_a_file_is_silent_is_assumed_here(tmp_pa
         theirs.save_pretrained(tmp_path)  # with all that transformers writes
         if kind != "mistral":
             assert hf.read_sizes(str(tmp_path)) == (sizes, experts)
+        if kind in hf_keys.KEYS["num_key_value_heads"].null:
+            null = {"num_attention_heads": 16, "num_key_value_heads": None}
+            (tmp_path / "config.json").write_text(json.dumps(least | null))
+            theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+            assert hf.read_sizes(str(tmp_path))[0].kv_heads == theirs.num_key_value_heads == 16, kind
 
 
 def test_every_key_is_honoured_or_refused_by_its_name(folder, tmp_path):
