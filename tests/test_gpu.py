@@ -765,6 +765,6 @@ bench.run(True, Path({str(tmp_path)!r}), 100.0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=NO_GPU)
     assert done.returncode == 1 and "an illegal memory access" in done.stderr, done.stderr[-2000:]
-    rows, parts = (json.loads(next(tmp_path.glob(f"11_train_{name}.*")).read_text()) for name in ("gpu", "parts"))
+    [rows], [parts] = (measured(f"11_train_{name}", tmp_path) for name in ("gpu", "parts"))
     assert [row[1] for row in rows["rows"]] == ["torch; bf16-master"] and "OutOfMemoryError" in rows["notes"]
     assert {row[1] for row in parts["rows"]} == {"torch; bf16-master"}, "the first that runs is the one looked into"

@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "01_single_gpu" / "in_depth"))
 
 from harness import predictions
-from harness.report import Ratio, ratio_of, write_result
+from harness.report import Ratio, ratio_of, save, write_result
 
 GIB = 2**30
 CLOCK = 2e9  # Hz, at most, of a GPU: what torch.cuda._sleep counts in
@@ -56,16 +56,18 @@ class Table:
     def write(self) -> None:
         """Called by `add`, and after a change of an old row."""
         if self.folder is None or self.path is None:
-            with contextlib.redirect_stdout(io.StringIO()):  # it prints the full table
+            said = io.StringIO()
+            with contextlib.redirect_stdout(said):  # it prints the full table
                 self.path = write_result(self.name, self.title, self.columns, self.rows, self.notes, self.folder)
-            if not self.path.exists():
-                print(f"{self.path.name} is not written: the tree has changes that are not committed", flush=True)
+            first = said.getvalue().partition("\n")[0]
+            if "is not written" in first:
+                print(first, flush=True)
             return
-        record = json.loads(self.path.read_text())  # keep its environment, which takes a second to find
+        run = json.loads(self.path.read_text())
+        record = run["results"][self.name]  # keep its environment, which takes a second to find
         rows = [[{"ratio": asdict(cell)} if isinstance(cell, Ratio) else cell for cell in row] for row in self.rows]
-        half = self.path.with_suffix(".part")
-        half.write_text(json.dumps(record | {"rows": rows, "notes": self.notes}, indent=1) + "\n")
-        half.replace(self.path)  # atomically
+        run["results"][self.name] = record | {"rows": rows, "notes": self.notes}
+        save(run, self.path)
 
 
 def device_here() -> torch.device:
