@@ -505,6 +505,14 @@ def test_positions_above_256_are_rotated_by_their_own_angle_in_bf16(name, along,
     assert error <= limit, f"dtypes in sums: {name}.py: off by {error:.2g}, more than {limit:.2g}"
 
 
+def test_first_weights_and_the_history_of_fp8_are_fp32_by_any_default(bf16_by_default):
+    import fp8
+    import moe_llama
+
+    assert {moe_llama.initial_weight("w", shape, 1, 0).dtype for shape in ((3,), (2, 3))} == {torch.float32}
+    assert fp8.History(2, torch.device("cpu")).past.dtype == torch.float32, "of amaxes"
+
+
 def counted(group):
     """What is counted or summed over the ranks, beside the training step: each as a function of nothing."""
     import data_parallel
@@ -581,11 +589,15 @@ def test_every_model_and_loss_is_the_same_in_evaluation_and_under_autocast():
         assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", ["data_parallel", "zero", "mixed_precision"])
+OF_A_MODEL = {"moe_llama": "loss_sum", "gradient_reducers": "token_loss_sum", "_zero_demo": "token_loss_sum"}
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "zero", "mixed_precision", *OF_A_MODEL])
 def test_the_losses_of_tokens_in_bf16_are_added_up_in_fp32(name):
     logits = torch.randn(2, 300, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     labels = torch.arange(600).view(2, 300) % 7
-    loss = importlib.import_module(name).loss_sum(logits, labels)
+    loss_sum = getattr(importlib.import_module(name), OF_A_MODEL.get(name, "loss_sum"))
+    loss = loss_sum(lambda tokens: logits, None, labels) if name in OF_A_MODEL else loss_sum(logits, labels)
     want = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
     assert loss.dtype == torch.float32 and abs(loss - want) <= 1e-6 * want, f"dtypes in sums: {loss}, not {want}"
 

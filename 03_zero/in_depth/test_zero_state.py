@@ -269,7 +269,7 @@ def test_padding_of_a_loaded_shard_is_zero(stage):
 
 def refusals(saved: FullState) -> list[str]:
     messages = []
-    for change in ("missing", "extra", "shape", "no moments", "moment's shape", "counter"):
+    for change in ("missing", "extra", "shape", "no moments", "moment's shape", "counter", "no state"):
         weights = dict(saved["weights"])
         states = {name: dict(state) for name, state in saved["optimizer"].items()}
         if change == "missing":
@@ -282,8 +282,10 @@ def refusals(saved: FullState) -> list[str]:
             del states["norm.weight"]["exp_avg"]
         elif change == "moment's shape":
             states["norm.weight"]["exp_avg"] = torch.zeros(3)
-        else:
+        elif change == "counter":
             states["norm.weight"]["step"] = torch.tensor(9.0)
+        else:
+            del states[next(iter(states))]
         before = awkward()
         model = awkward()
         zero = make_zero(1, model, in_two_groups(model), dist.group.WORLD)
@@ -296,7 +298,15 @@ def refusals(saved: FullState) -> list[str]:
 def test_the_state_of_another_model_is_refused_by_name_before_anything_changes():
     saved = saved_state()
     (messages,) = run_ranks(1, refusals, saved)
-    words = ["no weight", "layers.7.up.weight", "has shape [3]", "for 'norm.weight'", "exp_avg of", "step is 9"]
+    words = [
+        "no weight",
+        "layers.7.up.weight",
+        "has shape [3]",
+        "for 'norm.weight'",
+        "exp_avg of",
+        "step is 9",
+        "has nothing of the optim",
+    ]
     for message, word in zip(messages, words, strict=True):
         assert word in message, message
     assert sum("norm.weight" in message for message in messages) == 5

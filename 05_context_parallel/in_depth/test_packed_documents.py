@@ -252,6 +252,25 @@ def under_autocast() -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+def gradients_of_two_steps():
+    """Of each kind of step twice on one model: a gradient after the first, and after the second."""
+    group, where, found = dist.group.WORLD, torch.arange(S), []
+    for packed in (False, True):
+        model = model_of()
+        for _ in range(2):
+            if packed:
+                packed_step(model, text(2, S), where, (0, S), in_documents((0, S)), group)
+            else:
+                train_step(model, text(2, S), where, ring_attention(group, "striped"), group)
+            found.append(model.up.weight.grad.clone())
+    return found
+
+
+def test_a_step_does_not_add_to_the_gradients_of_the_one_before():
+    once, again, packed, packed_again = run_ranks(1, gradients_of_two_steps)[0]
+    assert torch.equal(once, again) and torch.equal(packed, packed_again)
+
+
 def test_autocast_casts_what_a_norm_has_widened_and_a_second_derivative_is_refused():
     assert all(torch.equal(got, want) and got.dtype == want.dtype for got, want in run_ranks(1, under_autocast)[0])
 

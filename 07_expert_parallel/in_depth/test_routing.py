@@ -301,3 +301,5 @@ def test_an_unknown_router_is_refused():
         check_routing(8, 2, "hash")
     with pytest.raises(ValueError, match="top-k 0 of 8 experts is impossible; use 1 to 8"):
         check_routing(8, 0)
+    with pytest.raises(ValueError, match="nodes 0 do not divide 8 experts; use 1, 2, 4, 8"):
+        check_routing(8, 2, nodes=0)
