@@ -58,7 +58,7 @@ def start(course: Course, chapter: Chapter, folder: Path, again: bool = False) -
         again_ = f"`python exercises/course.py start --again {chapter.folder[:2]}`"
         raise CourseError(f"{folder} exists and is left as it is; {again_} puts it aside and begins anew")
     said = ""
-    ignore = shutil.ignore_patterns("test_*", "bench_*", "exercises", "__pycache__", ".*")
+    ignore = shutil.ignore_patterns("test_*", "bench_*", "mistakes.toml", "__pycache__", ".*")
     half = folder.with_name(f".{folder.name}")  # a start that is broken off leaves no folder with the chapter's bodies
     shutil.rmtree(half, ignore_errors=True)
     shutil.copytree(course.root / chapter.folder, half, ignore=ignore)

@@ -420,7 +420,7 @@ def read_files(root: Path, own: set[str]) -> dict[str, bytes]:
     folders that tests of exercises use; others may be submissions, or data."""
     files: dict[str, bytes] = {}
     for where, folders, names in os.walk(root):
-        left_out = NOT_COPIED(where, [*folders, *names]) | {"__pycache__", "exercises"}
+        left_out = NOT_COPIED(where, [*folders, *names]) | {"__pycache__", "exercises", "mistakes.toml"}
         known = [name for name in folders if Path(where) != root or name in own]
         folders[:] = [name for name in known if name not in left_out]
         for name in names:

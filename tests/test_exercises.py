@@ -92,7 +92,7 @@ def test_total_of_nothing_is_zero():
 SCALE, BOTH = "test_tiny.py::test_scale_doubles", "test_tiny.py::test_both_double_the_sum"
 OF_NOTHING = "test_tiny.py::test_total_of_nothing_is_zero"
 MISTAKES = """
-[[mistake]]
+[["tiny.py".mistake]]
 name = "squared"
 old = "return 2 * x"
 new = "return x * x"
@@ -100,7 +100,7 @@ caught_by = "test_tiny.py::test_scale_doubles"
 hint = "Twice a number is not its square."
 source = "known"
 
-[[mistake]]
+[["tiny.py".mistake]]
 name = "last"
 old = "result += x"
 new = "result = x"
@@ -108,7 +108,7 @@ caught_by = "test_tiny.py::test_both_double_the_sum"
 hint = "A sum needs all of them."
 source = "known"
 
-[[mistake]]
+[["tiny.py".mistake]]
 name = "total_of_the_first_one"
 old = "return scale(total(xs))"
 new = "return scale(total(xs[:1]))"
@@ -117,7 +117,7 @@ hint = "All."
 source = "known"
 """
 ALTERNATIVES = """
-[[alternative]]
+[["tiny.py".alternative]]
 exercise = "1.1"
 why = "a sum"
 body = "return x + x"
@@ -128,12 +128,12 @@ body = "return x + x"
 def tiny_repository(tmp_path_factory):
     """A repository with one tiny chapter."""
     root = tmp_path_factory.mktemp("tiny") / "repository"
-    (root / "01_tiny" / "exercises").mkdir(parents=True)
+    (root / "01_tiny").mkdir(parents=True)
     (root / "exercises").mkdir()
     (root / "01_tiny" / "tiny.py").write_text(TINY)
     (root / "01_tiny" / "test_tiny.py").write_text(TEST_TINY)
     (root / "01_tiny" / "README.md").write_text("### 1.1 Twice (easy)\n\nDouble it.\n\n### 1.2 Sum (hard)\n\nAdd.\n")
-    (root / "01_tiny" / "exercises" / "tiny.toml").write_text(MISTAKES + ALTERNATIVES)
+    (root / "01_tiny" / "mistakes.toml").write_text(MISTAKES + ALTERNATIVES)
     (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     return root
 

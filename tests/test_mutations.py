@@ -173,12 +173,14 @@ def test_verdicts_are_remembered_and_none_are_where_there_is_no_cache(tmp_path):
     assert known(file) == {"12", "34"}
 
 
-def test_a_list_of_mistakes_in_another_chapter_than_its_script_is_an_error(repository, monkeypatch):
-    (repository / "01_a" / "exercises").mkdir(parents=True)
-    (repository / "01_a" / "exercises" / "b.toml").write_text("")
-    monkeypatch.setattr(mutations, "find", lambda name: repository / "01_a" / name)
-    assert mutations.all_mistakes() == []
-    mutations._path_of.cache_clear()
-    monkeypatch.setattr(mutations, "find", lambda name: repository / "02_b" / name)
-    with pytest.raises(ValueError, match=r"01_a/exercises/b.toml is about 02_b/b.py; then it belongs at 02_b/exer"):
+def test_mistakes_of_a_script_that_is_not_beside_their_list_are_an_error(repository, monkeypatch):
+    mistake = '[["b.py".mistake]]\nname = "two"\nold = "1"\nnew = "2"\ncaught_by = "test_b.py::test_b"\n'
+    (repository / "01_a" / "in_depth").mkdir(parents=True)
+    (repository / "01_a" / "in_depth" / "b.py").write_text("x = 1")
+    (repository / "01_a" / "in_depth" / "mistakes.toml").write_text(mistake)
+    monkeypatch.setattr(mutations, "homes", lambda root: {"01_a"})
+    [found] = mutations.all_mistakes()
+    assert (found.script, found.name) == ("01_a/in_depth/b.py", "two")
+    (repository / "01_a" / "mistakes.toml").write_text(mistake)
+    with pytest.raises(ValueError, match="01_a/mistakes.toml lists mistakes in b.py, which is not beside it"):
         mutations.all_mistakes()

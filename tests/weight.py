@@ -23,7 +23,7 @@ def git(*words: str) -> bytes:
 def kind_of(path: PurePath) -> str:
     if path.suffix in (".svg", ".json", ".ipynb"):
         return "generated"
-    if (path.suffix == ".toml" and "exercises" in path.parts) or "mistakes" in path.parts:
+    if path.name in ("mistakes.toml", "cheats.toml") or (path.suffix == ".toml" and "exercises" in path.parts):
         return "planted mistakes"
     if path.name.startswith("bench_"):
         return "benchmarks"

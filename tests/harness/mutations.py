@@ -1,9 +1,9 @@
 """Planted mistakes: the lists, the script with a mistake in it, and which mistakes were caught.
 
-`exercises/SCRIPT.toml` of a chapter lists mistakes: a few lines of SCRIPT.py, what a student or real project wrote
-instead, and the test that must fail (`elu.cu.toml` is about elu.cu; the harness's are in tests/mistakes). A mistake
-in an exercise also has a hint for a student who made it, and may have a symptom, the test's message, by which hints
-are chosen. The same file has other correct solutions of exercises, its alternatives.
+A mistakes.toml lists, for each script beside it, mistakes: a few lines of the script, what a student or real project
+wrote instead, and the test that must fail. A mistake in an exercise also has a hint for a student who made it, and
+may have a symptom, the test's message, by which hints are chosen. The same file has other correct solutions of
+exercises, their alternatives.
 
 Planting all of them takes long, and usually nothing has changed. So a cache, .pytest_cache/verdicts, has a
 digest of all that decided a verdict: the script with the mistake in it, the test file, and every file that
@@ -26,6 +26,7 @@ from pathlib import Path
 from harness import fences
 from harness.layout import ROOT, files, find, homes
 
+LISTS = "mistakes.toml"
 VERDICTS = ROOT / ".pytest_cache" / "verdicts"
 MARKS = ("prove", "long", "always")  # these say when a test runs, not what it finds
 STRING = r'"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
@@ -157,25 +158,25 @@ def mistakes_of(script: str, root: Path = ROOT) -> tuple[Mistake, ...]:
 def tables(script: str, root: Path = ROOT) -> dict[str, list[dict[str, str]]]:
     """All lists for a script: its mistakes, the other correct solutions of its exercises, and claims: what a
     test requires of an exercise, as a hint for mistakes that are not listed."""
-    file = root / list_of(script)
-    return tomllib.loads(file.read_text()) if file.exists() else {}
+    file = (root / script).with_name(LISTS)
+    return _tables(file.read_text()).get(Path(script).name, {}) if file.exists() else {}
 
 
-def list_of(script: str) -> str:
-    path = Path(script)
-    folder = "tests/mistakes" if path.parts[0] == "tests" else f"{path.parts[0]}/exercises"
-    return f"{folder}/{path.name.removesuffix('.py')}.toml"
+@cache
+def _tables(text: str) -> dict[str, dict[str, list[dict[str, str]]]]:
+    return tomllib.loads(text)
 
 
 def all_mistakes() -> list[Mistake]:
-    """All mistakes. ValueError if a list belongs to no script of its chapter, or to two."""
+    """All mistakes. ValueError if a list is about a script that is not beside it."""
     found: list[Mistake] = []
-    lists = [file for name in sorted(homes(ROOT)) for file in (ROOT / name / "exercises").glob("*.toml")]
-    for file in [*lists, *ROOT.glob("tests/mistakes/*.toml")]:
-        script = _path_of(file.stem if "." in file.stem else f"{file.stem}.py")
-        if ROOT / list_of(script) != file:
-            raise ValueError(f"{file.relative_to(ROOT)} is about {script}; then it belongs at {list_of(script)}")
-        found += mistakes_of(script)
+    folders = [ROOT / name for name in sorted(homes(ROOT))] + [ROOT / "tests"]
+    for file in (file for folder in folders for file in sorted(folder.rglob(LISTS))):
+        for name in _tables(file.read_text()):
+            script = file.with_name(name).relative_to(ROOT)
+            if not (ROOT / script).exists():
+                raise ValueError(f"{file.relative_to(ROOT)} lists mistakes in {name}, which is not beside it")
+            found += mistakes_of(script.as_posix(), ROOT)
     return found
 
 
