@@ -110,8 +110,8 @@ def attention_peak(z: Sizes, way: str, sets: int = 2) -> int:
     kernel = Q // G + 2 * K + (L // G if G > 1 else 0)
     phases = [
         slots + 2 * K_w + new_dq + waiting + kernel,
-        slots + 2 * K_w + new_dq + Q + max(moved, cast) * Q,
-        slots + 2 * K_w + Q + 2 * K + max(moved, cast) * K,
+        slots + 2 * K_w + new_dq + Q + (moved + cast) * Q,
+        slots + 2 * K_w + Q + 2 * K + (moved + cast) * K,
     ]
     return max(phases)
 

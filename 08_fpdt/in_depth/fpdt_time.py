@@ -28,6 +28,7 @@ Run it:
 The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -286,7 +287,7 @@ def steady(u: int, x: Seconds, way: str, slots: int = 2) -> float:
     """Seconds for very many chunks, within 2 %: a pair takes the time of its computation, its fetches, or its
     share of a slot's cycle, the longest of them. Ends of rows are left out, except for longer stores."""
     fetch = 2 * x.kv if way == "forward" else 3 * x.q + x.lse + x.dq
-    out = 0.0 if way == "forward" else x.dq_out
+    out = 0.0 if way == "forward" else max(0.0, x.dq_out - (fetch - x.dq))  # it leaves while all but dq̂ comes
     a_row = x.before + x.own + x.after
     stores = 2 * x.kv + 2 * x.q + x.lse if way == "forward" else 0.0
     a_pair = max(x.pair, fetch, (fetch + x.pair + out) / slots)
@@ -376,8 +377,8 @@ def main() -> int:
     h = Hardware(args.tflops * 1e12, args.link_gb * 1e9, sharing=args.sharing, network=args.network_gb * 1e9)
     best, rows = recommend(z, h, args.memory_gb * 1e9, args.slots)
     if best is None:
-        least = min((row[3] for row in rows), default=0) / 1e9
-        parser.error(f"--memory-gb {args.memory_gb} is too little for {args.seq} tokens; use {least:.3g} or more")
+        least = math.ceil(min((row[3] for row in rows), default=0) / 1e6) / 1e3
+        parser.error(f"--memory-gb {args.memory_gb} is too little for {args.seq} tokens; use {least:g} or more")
     if os.environ.get("RANK", "0") != "0":  # one rank suffices
         return 0
     wrong = []

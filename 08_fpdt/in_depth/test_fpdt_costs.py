@@ -10,8 +10,11 @@ from fpdt_costs import (
     PAPER,
     Hardware,
     Sizes,
+    attention_peak,
+    host_peak,
     idle_forward,
     idle_time,
+    link_bytes,
     main,
     network_bytes,
     pair_seconds,
@@ -123,8 +126,16 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments):
     assert arguments[0] in refusal(main, arguments)
 
 
-def test_the_demo_ends_with_pass(monkeypatch, capsys):
-    for arguments in ([], ["--paper"]):
+def test_the_demo_ends_with_pass_its_table_holds_the_formulas_and_nan_fails_it(monkeypatch, capsys):
+    z = LLAMA.with_chunks(4)
+    link = [sum(both) for both in zip(link_bytes(z, "forward, kept"), link_bytes(z, "backward"), strict=True)]
+    want = [attention_peak(z, "forward"), attention_peak(z, "backward"), host_peak(z), *link]
+    for arguments in (["--paper"], []):
         monkeypatch.setattr(sys, "argv", ["fpdt_costs.py", *arguments])
         assert main() == 0
-        assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == "PASS"
+    assert ["4", "131,072", *(f"{x / 1e9:.4g}" for x in want)] in [line.split() for line in lines]
+    monkeypatch.setattr("fpdt_costs.idle_forward", lambda *given: math.nan)
+    assert main() == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL: idle time at fetch 0.25: predicted nan")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def chapter_1() -> list[tuple[Trace, list[str]]]:
 
     group, found = dist.group.WORLD, []
     for u in (0, 4):
-        model = Chapter1(TINY).double()
+        model = Chapter1(replace(TINY, qk_norm=True)).double()
         names = list(model.state_dict())
         if u:
             use_fpdt(model, u, group, Store(CpuMachine()))
@@ -143,14 +144,16 @@ def test_chapter_1s_llama_trains_in_chunks_and_its_state_dict_keeps_its_names():
 # ------------------------------------------------------------------------------------------------- hooks of the others
 
 
-def hooks() -> tuple[dict[str, int], list[str], bool]:
-    """With two weights frozen: how often hooks fire, which gradients are missing, and whether the others are right."""
+def hooks() -> tuple[dict[str, int], list[str], list[str], bool]:
+    """Of two sequences, with weights frozen, among them all of the second layer: how often hooks fire, which gradients
+    are missing, which should be, and whether the others are right."""
     models = [Llama(**SIZES).double() for _ in range(2)]
     for model in models:
-        for name, p in model.named_parameters():
-            p.requires_grad_("q_proj" not in name and "embed" not in name)  # so x of the first block needs none
+        for name, p in model.named_parameters():  # x of the first block needs no gradient, that of the second does
+            p.requires_grad_(not any(part in name for part in ("q_proj", "embed", "layers.1.")))
     whole, model = models
     fired = {name: 0 for name, p in model.named_parameters() if p.requires_grad}
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     for name in fired:
 
         def count(*_, name=name) -> None:
@@ -159,18 +162,18 @@ def hooks() -> tuple[dict[str, int], list[str], bool]:
         p = model.get_parameter(name)
         p.register_hook(count)
         p.register_post_accumulate_grad_hook(count)
-    tokens, labels = batch(S, 64, 0)
-    whole.loss_sum(tokens, labels, torch.arange(S)).backward()
-    use_fpdt(model, 4, dist.group.WORLD, Store(CpuMachine()))
-    loss_sum(model, tokens, labels, torch.arange(S), 4).backward()
+    tokens, labels = (t.reshape(2, S // 2) for t in batch(S, 64, 0))
+    whole.loss_sum(tokens, labels, torch.arange(S // 2)).backward()
+    use_fpdt(model, 4, dist.group.WORLD, Store(CpuMachine()), keep="attention", finer=1)
+    loss_sum(model, tokens, labels, torch.arange(S // 2), 4).backward()
     same = all(torch.allclose(model.get_parameter(name).grad, whole.get_parameter(name).grad) for name in fired)
-    return fired, [name for name, p in model.named_parameters() if p.grad is None], same
+    return fired, [name for name, p in model.named_parameters() if p.grad is None], frozen, same
 
 
 def test_hooks_fire_once_for_each_parameter_and_a_frozen_weight_gets_no_gradient():
-    [(fired, without, same)] = run_ranks(1, hooks)
+    [(fired, without, frozen, same)] = run_ranks(1, hooks)
     assert set(fired.values()) == {2}, fired
-    assert without == ["model.embed_tokens.weight"] + [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)]
+    assert without == frozen
     assert same
 
 
@@ -286,6 +289,8 @@ def test_the_loss_is_a_sum_and_its_gradients_are_those_of_all_logits_at_once():
     for chunks, got in zip((1, 4, 30), results[1:], strict=True):
         for name, x, want in zip(("loss", "d hidden", "d weight"), got, results[0], strict=True):
             assert_same(x, want, what=f"{name} in {chunks} chunks")
+    huge = chunked_loss(torch.full((1, 2, 1), 1e3), torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0]]), 2)
+    assert huge.item() == 1000, "logits of 1000 and 2000, whose exp is infinite"
 
 
 def test_a_rank_without_a_valid_label_has_loss_0_and_gradients_0():
@@ -355,11 +360,19 @@ def test_inputs_that_come_back_from_the_host_are_watched_too_without_a_word_of_t
         (["--budget-mb", "5"], "--budget-mb 5"),
         (["--watch", "--budget-mb", "0"], "--budget-mb 0"),
         (["--seq", "0"], "--seq 0"),
+        (["--seq", "132"], "use a multiple of 8 tokens"),
+        (["--watch", "--seq", "65600"], "use a multiple of 128 tokens"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, named, monkeypatch):
     monkeypatch.setattr("fpdt_model.run", lambda *_, **__: pytest.fail(f"{' '.join(arguments)} is let through"))
     assert named in refusal(main, arguments)
+
+
+def test_the_chunks_of_all_ranks_have_to_fit_on_the_host_and_only_one_rank_is_watched(monkeypatch):
+    monkeypatch.setenv("HOST_MEMORY", "0.0002")  # GiB: of two ranks each alone would fit
+    assert "the chunks on the host need 303,104 bytes and 214,748 are free" in refusal(main, "", world_size=2)
+    assert "--watch on 2 ranks is one rank too many" in refusal(main, "--watch", world_size=2)
 
 
 @pytest.mark.prove
@@ -385,6 +398,9 @@ def refusals() -> tuple[list[str], list[str], list[str]]:
         autocast += [error_from(ValueError, *call) for call in calls(block.input_layernorm)]
     block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.5))
     dropout += [error_from(ValueError, *call) for call in calls(block.mlp)]
+    block.mlp[1].p = 0.0
+    assert_same(chunked(block.mlp, 3)(x), block.mlp(x), 1e-6)  # 8 tokens in pieces of 3, 3 and 2
+    block.mlp[1].p = 0.5
     block.eval()
     assert_same(chunked(block.mlp, 2)(x), block.mlp(x), 1e-6)
     return options, autocast, dropout

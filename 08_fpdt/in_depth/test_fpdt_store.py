@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fpdt_store import Buffer, CpuMachine, CudaMachine, DeviceMemory, Prefetch, Race, Store, check_host, main
+from fpdt_store import (
+    Buffer,
+    CpuMachine,
+    CudaMachine,
+    DeviceMemory,
+    Prefetch,
+    Race,
+    Store,
+    check_chunks,
+    check_host,
+    main,
+)
 from harness.layout import ROOT
 from harness.meter import peak_memory
 from harness.programs import refusal
@@ -77,12 +88,12 @@ def test_bytes_over_the_link_and_on_the_host_are_counted_exactly():
 def test_a_key_may_have_fewer_buffers_than_another_and_gets_only_its_own():
     store = Store(CpuMachine())
     hosts = offloaded(store, 3)
-    prefetch = Prefetch(store, [1, 2, 1, 2], lambda count: hosts[:count], CPU)
+    prefetch = Prefetch(store, [1, 2, 2, 1], lambda count: hosts[:count], CPU)  # a set grows, another shrinks
     lengths = []
     for _ in range(4):
         lengths.append(len(prefetch.take()))
         prefetch.done()
-    assert lengths == [1, 2, 1, 2]
+    assert lengths == [1, 2, 2, 1]
 
 
 def test_the_device_holds_two_slots_however_many_chunks_there_are():
@@ -98,7 +109,7 @@ def test_the_device_holds_two_slots_however_many_chunks_there_are():
         assert (meter.peak, memory.peak, memory.current) == (2 * 32, 2 * 32, 0)
 
 
-def test_free_buffers_of_another_shape_make_room_for_new_ones():
+def test_free_buffers_of_another_shape_make_room_for_new_ones_and_those_of_another_dtype_are_not_taken():
     store = Store(CpuMachine(), host_limit=100)
     for length in (10, 12):  # 4 bytes each, in turn
         kept = store.offload(torch.zeros(length))
@@ -108,10 +119,17 @@ def test_free_buffers_of_another_shape_make_room_for_new_ones():
     store.offload(torch.zeros(12))
     with pytest.raises(MemoryError, match="would need 104 of 100 bytes"):
         store.offload(torch.zeros(14))
+    store = Store(CpuMachine())
+    store.drop(store.offload(torch.zeros(12)))
+    wide = store.offload(torch.zeros(12).double())
+    assert (wide.data.dtype, store.allocated) == (torch.float64, 4 * 12 + 8 * 12), "in another dtype it would round"
 
 
 def test_a_device_of_limited_size_refuses_what_does_not_fit():
     with pytest.raises(MemoryError, match="of 100 bytes"), DeviceMemory(100):
+        keep = [torch.zeros(20) for _ in range(2)]
+        del keep
+    with DeviceMemory(160):  # this just fits
         keep = [torch.zeros(20) for _ in range(2)]
         del keep
 
@@ -207,6 +225,12 @@ def test_too_little_host_memory_is_found_before_anything_starts(monkeypatch):
     check_host(2**29)
     with pytest.raises(ValueError, match="536,870,913 bytes and 536,870,912 are free"):
         check_host(2**29 + 1)
+    monkeypatch.delenv("HOST_MEMORY")
+    monkeypatch.setattr(Path, "read_text", lambda path: "MemFree: 9 kB\nMemAvailable:    3 kB\n")
+    check_host(3072)
+    with pytest.raises(ValueError, match="3,073 bytes and 3,072 are free"):
+        check_host(3073)
+    check_chunks(2048)  # as many as it says
 
 
 @pytest.mark.parametrize(
@@ -224,6 +248,17 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, words, monkeypa
     monkeypatch.setattr("fpdt_store.demo", lambda *_: pytest.fail(f"{' '.join(arguments)} is let through"))
     said = refusal(main, arguments)
     assert arguments[0] in said and words in said
+
+
+def test_the_demo_ends_with_pass_and_with_one_slot_where_two_are_promised_it_fails(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for version in ("single", "double"):
+        monkeypatch.setattr(sys, "argv", ["fpdt_store.py", "--version", version, "--elements", "16"])
+        assert main() == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+    monkeypatch.setattr("fpdt_store.Prefetch", lambda *given: Prefetch(*given[:-1], 1))
+    assert main() == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL: fetches beside a computation")
 
 
 def test_no_pinned_memory_is_one_clear_line(monkeypatch):

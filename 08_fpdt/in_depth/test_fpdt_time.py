@@ -16,6 +16,7 @@ from fpdt_time import (
     LONG,
     attention_seconds,
     backward_times,
+    drawn,
     forward_times,
     main,
     message_seconds,
@@ -168,7 +169,23 @@ def test_the_recommended_chunk_is_within_1_percent_of_the_fastest_that_fits_and_
         assert min(smaller) > 1.01 * fastest, "smaller chunks wait for the link"
         mine = max(attention_peak(best, way) for way in WAYS)
         assert all(peak > mine for z, *_, peak in rows if z.u < best.u), "larger chunks take more memory"
-    assert recommend(LLAMA, Hardware(), 1e3)[0] is None
+    least = min(peak for *_, peak in rows)
+    assert rows[-1][0].c == 64 and recommend(LLAMA, Hardware(), least)[0] is not None, "exactly as many bytes"
+    assert recommend(LLAMA, Hardware(), least - 1)[0] is None
+
+
+def test_with_one_slot_the_advice_counts_fewer_bytes_and_more_seconds():
+    z = Sizes(2**13, 4, 1, 32, 8, 64)
+    (_, one), (_, two) = (recommend(z, Hardware(link=5e9), 40e9, slots) for slots in (1, 2))
+    assert one[0] == two[0] and [row[0].c for row in one] == [8192, 4096, 2048, 1024, 512, 256]
+    assert all(less[3] < more[3] for less, more in zip(one[2:], two[2:], strict=True))
+    assert one[-1][1] > two[-1][1] and one[-1][2] > two[-1][2]
+
+
+def test_a_drawing_shows_each_stream_and_even_the_shortest_copy():
+    rows = [("compute", "attend back", 0, 2), ("compute", "dq to tokens", 2, 3), ("fetch", "fetch", 0, 1)]
+    rows += [("fetch", "fetch", 2, 2.01), ("offload", "offload", 3, 4)]
+    assert drawn(rows, 8) == ["compute  |####xx..|", "fetch    |<<..<...|", "offload  |......>>|"]
 
 
 def test_advice_that_looks_at_forward_alone_would_leave_backward_idle():
@@ -182,14 +199,17 @@ def test_advice_that_looks_at_forward_alone_would_leave_backward_idle():
     assert best.c >= smallest_hidden_chunk(LLAMA, h, "backward"), rows
 
 
-def test_what_is_said_of_very_many_chunks_is_what_the_sums_say_to_2_percent():
-    for link, (way, times) in itertools.product(
-        (5e9, 50e9, 500e9), zip(WAYS, (forward_times, backward_times), strict=True)
-    ):
+def test_what_is_said_of_very_many_chunks_is_what_the_sums_say_to_2_percent(monkeypatch):
+    both = zip(WAYS, (forward_times, backward_times), strict=True)
+    for slots, link, (way, times) in itertools.product((1, 2), (5e9, 50e9, 500e9), both):
         z = LLAMA.with_chunks(LONG)
         x = seconds_table(z, Hardware(link=link), way)
-        rough, exact = steady(z.u, x, way), times(z.u, x)[0]
-        assert abs(rough / exact - 1) < 0.02, (way, link, rough, exact)
+        rough, (exact, waits) = steady(z.u, x, way, slots), times(z.u, x, slots)
+        assert abs(rough / exact - 1) < 0.02, (slots, way, link, rough, exact)
+        monkeypatch.setattr("fpdt_time.LONG", LONG - 1)
+        total, idle = attention_seconds(z, Hardware(link=link), way, slots)
+        monkeypatch.undo()
+        assert total == rough and total - idle == pytest.approx(exact - waits), "the rest is work"
 
 
 def test_a_slower_or_a_shared_link_asks_for_larger_chunks_and_less_memory_for_smaller_ones():
@@ -232,7 +252,7 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments):
 def test_the_demo_ends_with_pass_and_every_option_changes_what_it_prints(monkeypatch, capsys):
     seen = []
     changed = "--timeline; --slots 1; --sharing 4; --ranks 4; --ranks 4 --network-gb 1; --tflops 90; --link-gb 9"
-    changed += "; --heads 64; --kv-heads 4; --head-dim 128; --memory-gb 0.004; --seq 8192"
+    changed += "; --heads 64; --kv-heads 4; --head-dim 128; --memory-gb 0.004; --seq 8192; --seq 64"
     for more in ["", *changed.split("; ")]:
         monkeypatch.setattr(sys, "argv", ["fpdt_time.py", "--seq", "4096", *more.split()])
         assert main() == 0, more
