@@ -48,7 +48,7 @@ def in_terminal(lines: Sequence[dict[str, Any]], width: int = 72, height: int = 
             rows[row][column] = mark
     labels = {0: f"{high:7.3f}", height - 1: f"{low:7.3f}"}
     drawing = [f"{labels.get(i, ''):7} |{''.join(row).rstrip()}" for i, row in enumerate(rows)]
-    ends = f"{left:g}{f'step {right:g}':>{width - len(f'{left:g}')}}"
+    ends = f"{left}{f'step {right}':>{width - len(f'{left}')}}"
     legend = ". training   o validation   (nats per token)"
     return "\n".join([*drawing, f"{'':7} +{'-' * width}", f"{'':9}{ends}", f"{'':9}{legend}"])
 
@@ -86,8 +86,8 @@ def as_svg(lines: Sequence[dict[str, Any]], title: str, width: int = 720, height
 <text x="{edge}" y="20">{said}</text>
 <text x="{edge - 6}" y="{top + 4}" text-anchor="end">{high:.2f}</text>
 <text x="{edge - 6}" y="{bottom}" text-anchor="end">{low:.2f}</text>
-<text x="{edge}" y="{height - 12}">{left:g}</text>
-<text x="{width - 16}" y="{height - 12}" text-anchor="end">step {right:g}</text>
+<text x="{edge}" y="{height - 12}">{left}</text>
+<text x="{width - 16}" y="{height - 12}" text-anchor="end">step {right}</text>
 <text x="{width / 2}" y="{height - 12}" text-anchor="middle">line: training, dots: validation</text>
 <polyline class="training" points="{line}"/>
 {dots}

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 PRESETS = {
     # 0.75 M parameters on bytes: learns on two CPU cores while you watch
     "tiny": LlamaConfig(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=320),
-    # 25 M, the size of a first experiment on one GPU
+    # 24 M, the size of a first experiment on one GPU
     "small": LlamaConfig(hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1408),
     # 124 M with GPT-2's vocabulary
     "base": LlamaConfig(50304, hidden=768, layers=12, heads=12, kv_heads=12, intermediate=2048, tied=True),

@@ -476,15 +476,15 @@ def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> T
     the full weight and take its shard: every layout starts from the same model.
     """
     if len(shape) == 1:  # a bias is initialised to zero, the scale of a norm to one
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        return torch.full(shape, float(not name.endswith("bias")), dtype=torch.float32)
     if name.endswith("lora_B.weight"):  # the adapted model starts as the original model
-        return torch.zeros(*shape)
+        return torch.zeros(*shape, dtype=torch.float32)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     # 2L branches add to the residual stream; with this factor its variance does not grow with depth (GPT-2).
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = 0.02 / math.sqrt(2 * layers) if residual else 0.02
     std = shape[1] ** -0.5 if name.endswith("lora_A.weight") else std
-    return torch.randn(*shape, generator=generator) * std
+    return torch.randn(*shape, dtype=torch.float32, generator=generator) * std
 
 
 @torch.no_grad()

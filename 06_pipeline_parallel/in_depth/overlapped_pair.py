@@ -139,7 +139,8 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, turns: Turns) -> Tensor:
         ctx.group, ctx.turns = group, turns
-        x, y = x.contiguous(), torch.empty_like(x)  # [e T/e, H] -> all_to_all -> [e T/e, H]
+        x = x.contiguous()
+        y = torch.empty_like(x)  # [e T/e, H] -> all_to_all -> [e T/e, H]
         turns.travel(lambda: dist.all_to_all_single(y, x, group=group, async_op=True))
         return y
 

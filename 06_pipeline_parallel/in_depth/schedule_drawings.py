@@ -5,8 +5,8 @@ Problem. A list of actions gives the order, but a bubble is time. Only a drawing
 Idea. Draw the simulated timeline (`schedule_simulator.simulate`), never the schedule itself, so the drawing
 cannot show an order that does not run. All schedules are drawn the same way:
 
-    rank 0 |F0 F1       BW0   BW1   | holds 2       letters  what: F, B, W, or BW for both halves at once
-    rank 1 |   F0 BW0   F1 BW1      | holds 1       number   the micro-batch
+    rank 0 |F0 F1       BW0      BW1   | holds 2    letters  what: F, B, W, or BW for both halves at once
+    rank 1 |   F0 BW0   F1 BW1         | holds 1    number   the micro-batch
                                                     '        the rank's second stage (or DualPipe's second copy), '' ...
     length = time;  F3+BW1' = an overlapped pair    holds    the most (stage, micro-batch) activations at once
 

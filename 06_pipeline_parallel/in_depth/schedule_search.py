@@ -357,7 +357,7 @@ def main() -> int:
         parser.error(f"--limit {args.limit}: a rank holds at least 1 activation; use 1 or more")
     alone = {"micro-batches": args.micro_batches, "times": args.times, "limit": args.limit}
     if args.ranks is None and (ignored := [option for option, given in alone.items() if given is not None]):
-        parser.error(f"--{ignored[0]} {alone[ignored[0]]} needs --ranks beside it: the grid has its own")
+        parser.error(f"--{ignored[0]} needs --ranks beside it: the grid has its own")
     if not is_rank_zero():
         return 0
     grid = [(args.ranks, m, times, args.limit or 2 * (args.ranks or 0))]

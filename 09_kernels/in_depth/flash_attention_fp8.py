@@ -138,6 +138,8 @@ def fp8_forward(
     ValueError, in one line, for what the kernel cannot do.
     """
     check(q, k, v, None, torch.bfloat16)
+    if max(q.shape[0], q.shape[2]) > 65535:
+        raise ValueError(f"q {[*q.shape]}: a grid has at most 65535 rows and heads; split the batch")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise ValueError("attention in e4m3 has no backward pass; use torch.no_grad(), or flash_attention_cuda.py")
     given = prepare(q, k, v, per_head=per_head, spread=spread)

@@ -104,7 +104,7 @@ class Format:
     def spacing(self, x: Tensor) -> Tensor:
         """The gap between neighbours of the format around |x|, in fp64. Below the smallest normal it stays the same."""
         exponent = torch.frexp(x.double()).exponent - 1  # |x| = 2^exponent · (1 ..< 2)
-        exponent = exponent.clamp(min=1 - self.bias)
+        exponent = exponent.masked_fill(x == 0, 1 - self.bias).clamp(min=1 - self.bias)
         return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - self.mantissa)
 
     def round(self, x: Tensor) -> Tensor:
