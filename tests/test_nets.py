@@ -507,9 +507,11 @@ def test_positions_above_256_are_rotated_by_their_own_angle_in_bf16(name, along,
 
 def test_first_weights_and_the_history_of_fp8_are_fp32_by_any_default(bf16_by_default):
     import fp8
+    import llama
     import moe_llama
 
-    assert {moe_llama.initial_weight("w", shape, 1, 0).dtype for shape in ((3,), (2, 3))} == {torch.float32}
+    for script, name, shape in product((llama, moe_llama), ("w", "bias", "lora_B.weight"), ((3,), (2, 3))):
+        assert script.initial_weight(name, shape, 1, 0).dtype == torch.float32, (script, name, shape)
     assert fp8.History(2, torch.device("cpu")).past.dtype == torch.float32, "of amaxes"
 
 

@@ -41,7 +41,7 @@ ODD = LlamaConfig(vocab_size=100, hidden=48, layers=3, heads=6, kv_heads=3, inte
         (TINY, 19_616),
         (replace(TINY, tied=True), 19_616 - 64 * 32),
         (ODD, None),
-        (replace(ODD, qkv_bias=True), None),
+        (replace(ODD, hidden=50, qkv_bias=True, own_head_dim=10), None),
         (replace(ODD, lora_rank=5, own_head_dim=10), None),
         (replace(ODD, qk_norm=True, own_head_dim=10), None),
     ],
@@ -72,7 +72,7 @@ def test_global_batch_is_micro_batch_times_steps_times_ranks(sizes, steps):
     assert accounting.micro_steps(*sizes) == steps
 
 
-@pytest.mark.parametrize("sizes", [(10, 4), (8, 4, 3), (2, 4), (0, 4)])
+@pytest.mark.parametrize("sizes", [(10, 4), (8, 4, 3), (2, 4), (0, 4), (-8, 4)])
 def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(sizes):
     with pytest.raises(ValueError, match=f"global batch {sizes[0]} is not a multiple of micro-batch 4") as error:
         accounting.micro_steps(*sizes)
@@ -164,7 +164,7 @@ def count_flops(config, batch, seq, recompute, backward=True):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("config", [TINY, ODD, replace(ODD, tied=True)])
+@pytest.mark.parametrize("config", [TINY, ODD, replace(ODD, tied=True), replace(ODD, own_head_dim=10)])
 def test_forward_flops_equal_those_torch_counts_and_a_step_is_three_forwards(config):
     forward = sum(accounting.forward_flops(config, 2, 9).values())
     assert forward == count_flops(config, 2, 9, "none", backward=False)
@@ -189,15 +189,18 @@ def test_hardware_flops_count_what_recomputation_does_again_and_model_flops_do_n
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA GH200 480GB", 989.4),
         ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
+        ("NVIDIA A10", 125),
         ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
         ("Tesla V100-SXM2-16GB", 125),
         ("Tesla V100-PCIE-32GB", 112),
         ("Tesla T4", 65),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        ("nvidia geforce rtx 3090", 71),
         ("AMD Instinct MI300X", 1307.4),
         ("AMD Instinct MI250X", 191.5),  # one of the two devices of a package
     ],
@@ -206,7 +209,10 @@ def test_the_peak_is_that_of_the_device_found(name, tflops):
     assert accounting.peak_flops(name) == tflops * 1e12
 
 
-@pytest.mark.parametrize("name", ["CPU", "", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "NVIDIA X9000"])
+OTHERS = ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA L40", "NVIDIA A10G", "NVIDIA H20"]
+
+
+@pytest.mark.parametrize("name", ["CPU", "", "NVIDIA X9000", *OTHERS])
 def test_without_a_known_peak_utilization_is_not_available(name):
     assert accounting.peak_flops(name) is None
     assert accounting.utilization(10**15, 1.0, accounting.peak_flops(name)) == "n/a"

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sys
 from dataclasses import FrozenInstanceError, fields, replace
 
 import llama
@@ -52,9 +53,9 @@ def hugging_face(config):
 
 KINDS = {
     "theta 1e4": {},
-    "theta 5e5": {"rope_theta": 500000.0},
+    "theta 5e5": {"rope_theta": 500000.0, "norm_eps": 0.01},
     "llama 3.2": {"rope_theta": 500000.0, "rope_scaling": (8.0, 1.0, 4.0, 64), "own_head_dim": 12},
-    "qwen3": {"qk_norm": True, "own_head_dim": 12},
+    "qwen3": {"qk_norm": True, "own_head_dim": 12, "norm_eps": 0.01},
 }
 
 
@@ -268,6 +269,8 @@ def test_the_same_seed_gives_the_same_model_in_every_dtype():
     llama.init_weights(a, 3), llama.init_weights(b, 3)
     for name, weight in a.state_dict().items():
         assert_same(weight, b.state_dict()[name], tol=0, what=name)
+    name = "lm_head.weight"
+    assert torch.equal(a.state_dict()[name], llama.initial_weight(name, (TINY.vocab_size, TINY.hidden), TINY.layers, 3))
 
 
 # ------------------------------------------------------------------------------------------------------ seams
@@ -310,11 +313,11 @@ def test_every_part_of_the_model_can_be_replaced():
     assert calls == {"attention": L, "rope": 2 * L, "swiglu": L, "linear_cross_entropy": 1} | left
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_functions_that_stand_for_several_give_the_loss_and_every_gradient_of_these(biased):
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True}, {"lora_rank": 2, "lora_scale": 1.5}])
+def test_functions_that_stand_for_several_give_the_loss_and_every_gradient_of_these(options):
     found = []
     for parts in (Parts(), Parts(linears=llama.linears_of_one_input)):
-        model = lively(replace(TINY, qkv_bias=biased), parts=parts)
+        model = lively(replace(TINY, **options), parts=parts)
         loss = model(TOKENS, labels=TOKENS)
         loss.backward()
         found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
@@ -412,7 +415,11 @@ def test_an_adapter_begins_with_the_model_itself_and_is_a_weight_of_low_rank_tha
         ({"hidden": 30}, "hidden 30 is not a multiple of heads 4"),
         ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
         ({"hidden": 12}, "head dim 3 must be even"),
-        ({"layers": 0}, "layers 0 must be at least 1"),
+        ({"own_head_dim": 5}, "head dim 5 must be even"),
+        *[
+            ({name: 0}, f"{name} 0 must be at least 1")
+            for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "intermediate")
+        ],
     ],
 )
 def test_an_impossible_configuration_is_named_in_one_line(wrong, message):
@@ -433,3 +440,15 @@ def test_configurations_and_parts_cannot_be_changed_by_accident():
         TINY.hidden = 64
     with pytest.raises(FrozenInstanceError):
         Parts().norm = None
+    scaling = (8.0, 1.0, 4.0, 64)
+    assert replace(TINY, rope_scaling=[*scaling]).rope_scaling == scaling, "JSON gives a list, which can be changed"
+
+
+def test_the_demo_fails_when_recomputation_keeps_as_many_bytes(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["llama.py"])
+    monkeypatch.setattr(llama, "recomputed", lambda function: function)
+    assert llama.main() == 1
+    captured = capsys.readouterr()
+    wrong = captured.err.split("; ")
+    assert "PASS" not in captured.out and len(wrong) == 4, "two kernels, each with selective and full recomputation"
+    assert all("bytes kept for backward" in said for said in wrong), "all else is right"

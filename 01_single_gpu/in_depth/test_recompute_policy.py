@@ -101,9 +101,12 @@ def test_what_comes_back_from_the_host_equals_any_view_that_was_packed():
             for dim in range(3):
                 start = rng.randrange(view.shape[dim])
                 view = view.narrow(dim, start, rng.randint(1, view.shape[dim] - start))[..., :: rng.randint(1, 2)]
-            back = host.unpack(host.pack(view))
+            packed = host.pack(view)
+            back = host.unpack(packed)
             assert torch.equal(back, view) and back.stride() == view.stride() and back.dtype == dtype
             assert back.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+            assert host.unpack(packed).data_ptr() != back.data_ptr(), "two that saved it may each change what they get"
+            del packed
             assert host.bytes == 0, "a copy that is dropped is still counted"
 
 

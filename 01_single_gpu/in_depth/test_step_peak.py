@@ -72,6 +72,14 @@ def test_the_bytes_kept_for_backward_are_those_of_the_meter(precision, recompute
         assert saved.bytes == kept + 2 * 8 * batch * seq + 4  # tokens, labels, the sum of the labels' weights
 
 
+@pytest.mark.parametrize(
+    "precision, recompute", [("fp32", "full"), ("bf16 autocast", "none"), ("bf16 autocast", "full")]
+)
+def test_the_scripts_own_meter_measures_the_predicted_peak(precision, recompute):
+    measured = step_peak.measure(DEMO, 3, 32, 2, precision, recompute)
+    assert measured == step_peak.peak(DEMO, 3, 32, 2, precision, recompute)[1]
+
+
 def test_the_scripts_own_bf16_is_neither_of_the_formulas_for_one_width_of_elements():
     config, (B, S) = LlamaConfig(layers=4), (4, 64)
     kept = sum(step_peak.kept_for_backward(config, B, S, "bf16 autocast", "none").values())

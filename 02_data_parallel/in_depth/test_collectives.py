@@ -50,6 +50,7 @@ def ours(name, x, root, group, **op):
         return call(group)
     if name.startswith(("broadcast", "reduce_naive", "reduce_tree")):
         call(x, root, group, **op)
+        assert name != "reduce_naive" or rank == root or torch.equal(x, before), f"{name} changed x of rank {rank}"
         return x if name.startswith("broadcast") or rank == root else None
     if name.startswith("all_reduce"):
         call(x, group, **op)
@@ -171,6 +172,20 @@ def every_root():
 
 def test_every_rank_can_be_the_root():
     run_ranks(5, every_root, timeout=10)
+
+
+def written_wrong():
+    rank = dist.get_rank()
+    wrong = lambda out, *others: out is None or out.fill_(1e3)  # noqa: E731
+    for name in [name for name in COLLECTIVES if name != "barrier"]:
+        with patch.dict(COLLECTIVES, {name: wrong}):
+            off = collectives.compare(name, make(7), 1, dist.group.WORLD)
+        has_result = rank == 1 or not name.startswith(("reduce_naive", "reduce_tree", "gather"))
+        assert (off > 100) == has_result, f"{name} that writes 1000 is said to be off by {off} on rank {rank}"
+
+
+def test_a_collective_that_writes_something_else_is_found_by_the_demo_on_every_rank_with_a_result():
+    run_ranks(2, written_wrong)
 
 
 def slices():
@@ -299,6 +314,7 @@ def test_the_formulas_give_the_papers_numbers():
     assert [bytes_sent("broadcast_tree", 1000, 4, 8, rank) // n for rank in range(8)] == [3, 2, 1, 1, 0, 0, 0, 0]
     assert [bytes_sent("all_reduce_ring", 1, 4, 3, rank) // 4 for rank in range(3)] == [1, 2, 1]
     assert (cost("all_reduce_ring", 8), cost("all_reduce_tree", 8)) == ((14, 1.75), (6, 6))
+    assert (cost("all_reduce_naive", 8), cost("barrier", 8)) == ((14, 14), (3, 0))
     assert cost("all_reduce_tree", 5) == (6, 6), "5 ranks take as many rounds as 8"
     for name in ("scatter", "all_gather", "reduce_scatter", "all_to_all", "broadcast_naive", "broadcast_tree"):
         busiest = max(bytes_sent(name, 1000, 4, 8, rank) for rank in range(8))
@@ -471,6 +487,12 @@ def not_contiguous():
         with pytest.raises(ValueError, match="not contiguous"):
             COLLECTIVES[name](x, *(() if name in ALL_REDUCES else (0,)), dist.group.WORLD)
         assert torch.equal(x, torch.arange(6.0).view(2, 3).t())
+    whole = torch.zeros(12)
+    others = [("scatter", whole, 0), ("all_gather", whole[:3]), ("reduce_scatter", whole), ("all_to_all", whole[:6])]
+    others += [("gather", whole[:3], 0)] if dist.get_rank() == 0 else []  # its root, which refuses before it receives
+    for name, *given in others:
+        with pytest.raises(ValueError, match="not contiguous"):
+            COLLECTIVES[name](torch.zeros(2, 3).t(), *given, dist.group.WORLD)
 
 
 def test_a_tensor_that_is_not_contiguous_is_refused_not_silently_left_unreduced():

@@ -56,6 +56,7 @@ def test_stages_1_and_2_send_what_data_parallelism_sends_and_stage_3_half_as_muc
     sent = [bytes_sent(stage, 4, 1000) for stage in range(4)]
     assert sent == [1500, 1500, 1500, 2250]
     assert bytes_sent(3, 4, 1000, kept=400) == 1950
+    assert bytes_sent(3, 4, 1000, kept=400, micro_batches=3) == 3 * 1950
     assert [bytes_sent(stage, 4, 1000, micro_batches=3) for stage in range(4)] == [1500, 1500, 3000, 6750]
     assert [bytes_sent(stage, 1, 1000) for stage in range(4)] == [0, 0, 0, 0]
 
@@ -73,9 +74,13 @@ def test_a_stage_that_does_not_exist_is_an_error():
 
 
 def test_the_printed_tables_hold_the_numbers_of_the_abstract():
-    text = "\n".join(paper_tables())
+    lines = paper_tables()
+    text = "\n".join(lines)
     for number in ("120", "31.4", "16.6", "1.875", "128B", "15.62"):
         assert number in text, number
+    rows = [line.split()[2:] for line in lines if line.startswith("64 ranks")]  # of three models, and of the largest
+    assert rows[0] == ["120", "31.41", "16.64", "1.875"] and rows[-1] == ["2B", "7.642B", "14.42B", "128B"]
+    assert len(rows) == 4 and lines[-2] == "10^12 parameters on 1024 ranks at stage 3: 15.62 GB each"
 
 
 def measured() -> list[tuple[int, int, int, float]]:

@@ -323,14 +323,20 @@ def refused() -> list[str]:
         said.append(error_from(ValueError, make_overlapped, stage, model, sgd(model), dist.group.WORLD))
     zero = Overlapped1(model, sgd(model), dist.group.WORLD)
     mean_loss(model, *make_batch(0, 1)[0][0]).backward()
+    said.append(error_from(RuntimeError, zero.step))
+    model = decoder()
+    zero = make_overlapped(1, model, sgd(model), dist.group.WORLD, units=model.layers)  # as `make_zero` takes them
+    train_step(model, zero, make_batch(0, 1)[0])
+    model.norm.float()
     return [*said, error_from(RuntimeError, zero.step)]
 
 
-def test_a_stage_without_a_gather_in_its_step_and_a_forgotten_finish_are_refused():
+def test_a_stage_without_a_gather_in_its_step_a_forgotten_finish_and_a_moved_weight_are_refused():
     (said,) = run_ranks(1, refused)
     for message, stage in zip(said, (0, 3, "1", True, 2.0), strict=False):
         assert f"stage {stage!r} has no gather in its step; use 1 or 2" == message
-    assert "call finish() after backward" in said[-1]
+    assert "call finish() after backward" in said[-2]
+    assert "'norm.weight' was moved or cast" in said[-1]
 
 
 @pytest.mark.parametrize("arguments", [["--stage", "3"], ["--stage", "x"], ["--stge", "1"], ["--stage"]])

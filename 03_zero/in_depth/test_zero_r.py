@@ -146,17 +146,20 @@ def test_two_slices_of_the_world_keep_their_own_checkpoints():
             assert_same_trace(got, part_of_trace(want[rank % 2], rank // 2, 2), rank=rank)
 
 
-def uneven() -> list[Tensor]:
-    keeper = Partitioned(dist.group.WORLD)
+def uneven() -> list[list[Tensor]]:
+    group, found = dist.group.WORLD, []
     checkpoints = [torch.arange(numel, dtype=torch.float64).view(1, -1) for numel in UNEVEN]
-    return [keeper.restore(*keeper.keep(x)) for x in checkpoints]
+    for keeper in (Partitioned(group), Offloaded(group, 3, 3, torch.float64)):
+        kept = [keeper.keep(x) for x in checkpoints]
+        found.append([keeper.restore(*one) for one in reversed(kept)][::-1])
+    return found
 
 
 UNEVEN = (7, 1, 6)  # the first two do not divide by 3 ranks
 
 
 def test_a_checkpoint_that_the_ranks_do_not_divide_comes_back_whole():
-    for found in run_ranks(3, uneven):
+    for found in (one for keepers in run_ranks(3, uneven) for one in keepers):
         for numel, got in zip(UNEVEN, found, strict=True):
             assert_same(got, torch.arange(numel, dtype=torch.float64).view(1, -1), 0.0)
 
@@ -357,6 +360,24 @@ def test_a_forward_that_is_thrown_away_gives_its_slots_back():
     assert run_ranks(1, thrown_away) == [(1, 1)]
 
 
+def two_graphs(keeper) -> list[Tensor]:
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(4, 4), [torch.full((4,), n).requires_grad_() for n in (1.0, 2.0)]
+    outputs = [recompute(layer, recompute(layer, x, keeper).sin(), keeper) for x in inputs]
+    for y in outputs:  # not the last in that is the first out
+        y.square().sum().backward()
+    return [*(x.grad for x in inputs), layer.weight.grad]
+
+
+def of_two_keepers() -> list[list[Tensor]]:
+    return [two_graphs(keeper) for keeper in (Replicated(), Offloaded(dist.group.WORLD, 4, 4, torch.float32))]
+
+
+def test_of_two_forwards_the_first_may_go_back_first():
+    for want, got in zip(*run_ranks(1, of_two_keepers)[0], strict=True):
+        assert_same(got, want, 0.0)
+
+
 # ------------------------------------------------------------------------------------------------------ configurations
 
 
@@ -379,6 +400,10 @@ def test_the_largest_model_grows_from_c1_to_c2_to_c4_to_c5():
     lines = configuration_table(8192, 16, 1024, 16, 8, 32 * GB)
     size = {line.split()[0]: int(line.split()[-1].removesuffix("B")) for line in lines if line.startswith("C")}
     assert size["C1"] < size["C3"] < size["C2"] < size["C4"] < size["C5"]
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("C")}
+    assert rows["C1"] == ["P_os", "27.68", "26.84", "54.53", "47B"]  # by hand, as the others
+    assert rows["C4"] == ["P_os+g", "P_a", "18.87", "1.68", "20.55", "125B"]
+    assert rows["C5"] == ["P_os+g", "P_a+cpu", "18.87", "0.00", "18.87", "136B"]
 
 
 @pytest.mark.parametrize(
@@ -447,9 +472,9 @@ def reduced() -> list[tuple[list[Tensor], list[Tensor], int, int, float]]:
         whole = [t.clone() for t in through]
         buffer = torch.empty(numel, dtype=torch.float64)
         with communication() as sent, peak_memory() as memory:
-            messages = all_reduce_through(buffer, through, group)
+            messages = all_reduce_through(buffer, iter(through), group)
         assert sent.calls["all_reduce"] == messages
-        all_reduce_fused(whole, group)
+        all_reduce_fused(iter(whole), group)
         found.append((through, whole, messages, memory.peak, sent.total))
     return found
 
@@ -541,7 +566,9 @@ def gradients_of_a_step(with_arenas: bool) -> tuple[list[Tensor], int]:
     batch = [pair for length in (8, 24, 16) for pair in make_batch(0, 1, 1, rows=2, length=length)[0]]
     checkpoints = Arena(3 * 2 * 24 * 16, torch.float64) if with_arenas else None
     gradients = Arena(sum(p.numel() for p in model.parameters()), torch.float64) if with_arenas else None
-    training_step(model, batch, checkpoints, gradients)
+    for _ in range(2):  # the second step uses the arenas once more
+        model.zero_grad()
+        training_step(model, batch, checkpoints, gradients)
     return [p.grad.clone() for p in model.parameters()], checkpoints.used if checkpoints else 0
 
 

@@ -3,6 +3,7 @@ other travels."""
 
 import gc
 import weakref
+from argparse import Namespace
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -245,6 +246,7 @@ def modes() -> None:
     x, blocks = numbers(ROWS, S, SMALL.hidden), blocks_of(True, group, False)
     blocks[0].mlp.up_proj.weight.requires_grad_(False)
     z = in_halves(x, list(blocks), COS, SIN)
+    in_halves(2 * x, list(blocks), COS, SIN)  # another micro-batch, before the backward of the first
     z.sum().backward(retain_graph=True)
     whole = blocks_of(False, group, False)
     one_by_one(x, whole, COS, SIN).sum().backward()
@@ -264,21 +266,32 @@ def modes() -> None:
     assert sum(isinstance(o, Piece) for o in gc.get_objects()) == 2 * 2 * 2 * 3
     del z
     assert not any(isinstance(o, Piece) for o in gc.get_objects()), "a forward without backward keeps its pieces"
+    y, other = x.clone().requires_grad_(), Parts(linear=partial(nn.functional.linear))  # frozen, by another product
+    halved, whole = (blocks_of(how, group, False, parts=other).requires_grad_(False) for how in (True, False))
+    ends = in_halves(y, list(halved), COS, SIN), one_by_one(y, whole, COS, SIN)
+    got, want = (torch.autograd.grad(z.square().sum(), y, create_graph=True)[0] for z in ends)
+    assert_same_named({"x": got}, {"x": want}, 1e-12, "below frozen weights", dist.get_rank())
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        got.sum().backward()
+    with saved_activations() as saved:
+        assert not in_halves(x, list(halved), COS, SIN).requires_grad
+    assert saved.bytes == 0, "where nothing has a gradient"
 
 
 def test_recomputation_frozen_weights_no_grad_and_a_forward_without_backward():
     run_ranks(2, modes)
 
 
-def errors_in_bf16() -> tuple[float, float]:
+def errors_in_bf16(sequence: bool) -> tuple[float, float]:
     """How far gradients under autocast are from float64, in halves and with whole batches."""
-    want, far = one_run(False, dist.group.WORLD, False), {}
+    want, far = one_run(False, dist.group.WORLD, sequence), {}
+    mine = Shard(S, 1, 2, dist.get_rank()).cut if sequence else (lambda y: y)
     for halved in (True, False):
-        blocks = blocks_of(halved, dist.group.WORLD, False).float()
-        x = numbers(ROWS, S, SMALL.hidden).float()
+        blocks = blocks_of(halved, dist.group.WORLD, sequence).float()
+        x = mine(numbers(ROWS, S, SMALL.hidden)).float()
         with torch.autocast("cpu", torch.bfloat16):
             z = (in_halves if halved else one_by_one)(x, list(blocks), COS, SIN)
-        z.backward(numbers(ROWS, S, SMALL.hidden, seed=1).float())
+        z.backward(mine(numbers(ROWS, S, SMALL.hidden, seed=1)).float())
         sync_replicated_gradients(blocks, dist.group.WORLD)
         assert all(p.grad.dtype == torch.float32 for p in blocks.parameters())
         off = [
@@ -288,8 +301,9 @@ def errors_in_bf16() -> tuple[float, float]:
     return far[True], far[False]
 
 
-def test_under_autocast_halves_err_at_most_half_as_much_again_as_whole_batches():
-    for halves, whole in run_ranks(2, errors_in_bf16):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_under_autocast_halves_err_at_most_half_as_much_again_as_whole_batches(layout):
+    for halves, whole in run_ranks(2, errors_in_bf16, LAYOUTS[layout]):
         assert 0 < whole < 0.1 and halves <= 1.5 * whole
 
 
@@ -307,10 +321,14 @@ def refusals() -> list[str]:
         messages.append(str(error.value))
 
     two = numbers(2, S, SMALL.hidden)
+    whole = in_halves(two, blocks, COS, SIN)
     refused(two[:1])
-    for name in ("", "mlp"):
-        hook = blocks[0].get_submodule(name).register_forward_hook(lambda module, given, result: None)
+    hooks = {"forward_pre": "", "full_backward": "", "full_backward_pre": "self_attn", "forward": "mlp"}
+    for kind, name in hooks.items():
+        hook = getattr(blocks[0].get_submodule(name), f"register_{kind}_hook")(lambda *given: None)
         refused(two)
+        if not name:
+            assert torch.equal(blocks[0](two, COS, SIN), whole), "called by itself, a block may have hooks"
         hook.remove()
     seen = []
     blocks[0].mlp.down_proj.register_forward_hook(lambda module, given, result: seen.append(result.shape[0]))
@@ -323,15 +341,17 @@ def refusals() -> list[str]:
 
 
 def test_one_row_and_hooks_on_what_is_no_whole_any_more_are_refused():
-    row, block, mlp, _ = run_ranks(1, refusals)[0]
+    row, block, again, attention, mlp, _ = run_ranks(1, refusals)[0]
     assert "a batch of 1 row" in row and "column_overlapped" in row
-    assert block.startswith("block 0 has hooks") and mlp.startswith("block 0: mlp has hooks")
+    assert block.startswith("block 0 has hooks") and again == block
+    assert attention.startswith("block 0: self_attn has hooks") and mlp.startswith("block 0: mlp has hooks")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--rows", "1"], "--rows 1 is not in 2 .. 256"),
+        (["--rows", "257"], "--rows 257 is not in 2 .. 256"),
         (["--layers", "0"], "--layers 0"),
         (["--sequence", "9"], "sequence 9"),
         (["--sequence", "1"], "--sequence 1 is not in 2 .. 256"),
@@ -340,6 +360,14 @@ def test_one_row_and_hooks_on_what_is_no_whole_any_more_are_refused():
 )
 def test_bad_input_ends_in_one_line_before_any_process_group(options, words):
     assert words in refusal(domino.main, options, world_size=2)
+
+
+def demo() -> list[str]:
+    return domino.demo(Namespace(rows=3, sequence=48, layers=2), Config(), dist.group.WORLD, torch.device("cpu"))
+
+
+def test_the_demo_finds_the_errors_the_bytes_and_the_hidden_messages_that_it_predicts():
+    assert run_ranks(2, demo) == [[], []]
 
 
 WITH_SCORES = """

@@ -2,6 +2,7 @@
 
 import random
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -109,16 +110,21 @@ def test_ranks_that_are_late_change_nothing_and_hang_nothing():
     run_ranks(4, late_ranks, timeout=60)
 
 
-def under_bf16() -> tuple[torch.dtype, torch.dtype]:
-    block = make_block("ring", dist.group.WORLD).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        z = block(numbers(2, S // 2, SMALL.hidden).float(), COS, SIN)
-    z.sum().backward()
-    return z.dtype, block.mlp.up_proj.weight.grad.dtype
+def under_bf16() -> list[tuple[torch.dtype, torch.dtype, float]]:
+    found = []
+    for version in ("overlapped", "ring"):
+        block = make_block(version, dist.group.WORLD).float()
+        with communication() as sent:
+            with torch.autocast("cpu", torch.bfloat16):
+                z = block(numbers(2, S // 2, SMALL.hidden).float(), COS, SIN)
+            z.sum().backward()
+        found.append((z.dtype, block.mlp.up_proj.weight.grad.dtype, sent.total))
+    return found
 
 
-def test_the_ring_works_under_autocast():
-    assert run_ranks(2, under_bf16) == [(torch.float32, torch.float32)] * 2
+def test_under_autocast_messages_are_bf16_and_gradients_fp32():
+    sent = 10 * (2 * S * SMALL.hidden * 2) // 2  # 10 messages in bf16, of which each of 2 ranks sends half
+    assert run_ranks(2, under_bf16) == [[(torch.float32, torch.float32, sent)] * 2] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ the same bytes
@@ -221,12 +227,15 @@ def test_with_sequence_parallel_both_collectives_of_backward_run_beside_products
 
 def test_in_the_ring_every_chunk_travels_while_the_one_before_is_multiplied():
     sending = {"send", "recv", "recv_any_source"}
-    for forward, _ in run_ranks(3, order_of_column, "ring", True):
+    for forward, backward in run_ranks(3, order_of_column, "ring", True):
         steps = [event for event in forward if event not in sending]
         assert steps == [*["product", "wait", "wait"] * 2, "product"]
         for step in range(2):  # each step has begun to send and receive before its products
             position = [i for i, event in enumerate(forward) if event == "product"][step]
             assert sum(event in sending for event in forward[:position]) == 2 * (step + 1)
+        dw = ["product", "product", "wait", "wait"]  # of both weights, beside the next chunk of x
+        steps = [event for event in backward if event not in sending]
+        assert steps == ["product", *["product", "wait", "wait"] * 2, *dw * 2, "product", "product"]
 
 
 def products_and_memory(versions: list[str]) -> dict[str, tuple[int, int, dict[str, tuple[int, int]]]]:
@@ -317,11 +326,16 @@ def test_inside_a_node_the_time_is_that_of_four_ring_all_reduces():
     weights = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672
     assert compute == pytest.approx(3 * 2 * 8192 * (weights + 8192 * 8192) / 8 / 400e12)
     assert block_time(LLAMA_70B, 8192, 8192, 1, CLUSTER, "many")[1] == 0
+    compute, sending = block_time(LLAMA_70B, 8192, 4096, 8, CLUSTER, "one", e=4)  # half the sequence, twice the bytes
+    assert sending == pytest.approx(4 * (14 * 10e-6 + 2 * 7 / 8 * 2 * n / 450e9))
+    assert compute == pytest.approx(3 * 2 * 8192 * (weights + 4096 * 8192) / 8 / 400e12)
 
 
 def test_the_table_adds_what_the_formula_gives(capsys):
     overlap.print_cost_table(CLUSTER, 8192)
-    for line in capsys.readouterr().out.splitlines()[2:]:
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[0] for row in rows if "leaves the node" in row] == ["16", "32"] and len(rows) == 6
+    for line in rows:
         t, compute, *cells = map(float, line.split()[:6])
         one, many = (1e3 * block_time(LLAMA_70B, 8192, 8192, int(t), CLUSTER, rings)[1] for rings in ("one", "many"))
         assert cells == pytest.approx([one, compute + one, many, compute + many], abs=0.02)
@@ -349,11 +363,26 @@ def test_no_ring_is_faster_than_the_links_inside_a_node_however_many_nics_there_
         (["--sequence", "100000"], "--sequence 100000 is not in 2 .. 4096"),
         (["--sequence", "1"], "--sequence 1 is not in 2 .. 4096"),
         (["--nvlink-gbs", "1e300"], "--nvlink-gbs 1e+300"),
+        (["--tflops", "nan"], "--tflops nan"),
+        (["--tokens", "0"], "--tokens 0"),
         (["--nic", "3"], "--nic"),
     ],
 )
 def test_bad_input_ends_in_one_line_before_any_process_group(options, words):
     assert words in refusal(overlap.main, options, world_size=2)
+
+
+def demo() -> tuple[list[str], list[tuple]]:
+    options = dict(gpus_per_node=4, nvlink_gbs=400, nic_gbs=25, latency_us=1, tflops=300, tokens=4096)
+    with patch.object(overlap, "print_cost_table") as table:
+        wrong = overlap.demo(Namespace(sequence=48, **options), Config(), dist.group.WORLD, torch.device("cpu"))
+    return wrong, [call.args for call in table.call_args_list]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_demo_finds_what_it_predicts_and_is_about_the_cluster_that_is_given(ranks):
+    table = (Cluster(4, 400e9, 25e9, 1e-6, 300e12), 4096)
+    assert run_ranks(ranks, demo) == [([], [table])] + [([], [])] * (ranks - 1)
 
 
 @pytest.mark.prove

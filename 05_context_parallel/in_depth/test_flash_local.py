@@ -49,10 +49,13 @@ def test_tiles_and_pytorchs_kernels_are_exact_for_uneven_tiles_and_shared_heads(
             for what, got, expected in zip(NAMES, step_of(local, *given, causal), want, strict=True):
                 assert got.shape == expected.shape
                 assert_same(got, expected, what=f"{what} of {name}, {heads} heads")
+        apart = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in given]  # the D elements of a head lie apart
+        for what, got, expected in zip(NAMES, step_of(TORCH, *apart, causal), want, strict=True):
+            assert_same(got, expected, what=f"{what} of torch, {heads} heads, elements that lie apart")
 
 
 def test_tiles_above_the_diagonal_are_not_computed_and_each_other_pair_once():
-    for s, tile in ((17, 6), (16, 4), (5, 8)):
+    for s, tile in ((17, 6), (16, 4), (5, 8), (3, 1)):
         seen = torch.zeros(s, s, dtype=torch.int)
         for rows, columns in tiles_of(s, s, True, tile):
             for keys, triangle in columns:
@@ -85,9 +88,11 @@ def test_the_peak_of_tiles_grows_with_the_tokens_where_that_of_explicit_grows_wi
         assert backward <= s * 2 * token + 12 * square, f"{s} tokens: {backward}"
 
 
-def test_nothing_as_large_as_the_scores_exists_in_pytorchs_kernels():
+def test_nothing_as_large_as_the_scores_exists_in_pytorchs_kernels_or_beside_a_tile():
     for peak in peak_of(TORCH, 256, True):
         assert peak < 4 * 2 * 2 * 256 * 256, "copies of q, k, v with the heads first, but no scores"
+    for peak in peak_of(tiled(16), 64, False):
+        assert peak < 2 * 4 * 2 * 2 * 64 * 64, "scores and weights of one tile, not of all tokens"
 
 
 def test_a_bfloat16_block_is_summed_in_float32():
@@ -188,6 +193,7 @@ def test_tiles_of_no_tokens_are_refused():
         (["--tile", "0"], ["--tile 0", "1 or more"]),
         (["--tokens", "1"], ["--tokens 1", "2 to 16384"]),
         (["--tokens", "-4"], ["--tokens -4"]),
+        (["--tokens", "16385"], ["--tokens 16385", "2 to 16384"]),
         (["--tokens", "9" * 20], ["--tokens 99999999999999999999", "16384"]),
         (["--dtype", "float16"], ["--dtype", "float16"]),
     ],

@@ -1,5 +1,7 @@
 """Pairs of DualPipe that take turns: the recorded order, the gradients, the time, and what happens after an error."""
 
+import os
+import sys
 import threading
 from functools import cache, partial
 from itertools import pairwise
@@ -97,15 +99,17 @@ def test_an_error_in_one_chunk_ends_both_is_raised_and_leaves_turns_usable(who):
 def test_a_backward_in_its_own_thread_recomputes_under_the_autocast_of_its_forward():
     torch.manual_seed(0)
     block, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), torch.randn(8, 16)
-    found = []
+    found, modes = [], []
     for overlapped in (True, False):
         block.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             y = recomputed_once(block)(x.clone().requires_grad_())
             backward = y.float().square().sum().backward
-            Turns().overlap(lambda: None, backward) if overlapped else backward()
+            forward = lambda: modes.append(torch.is_autocast_enabled("cpu"))  # noqa: E731
+            Turns().overlap(forward, backward) if overlapped else backward()
         found.append([p.grad for p in block.parameters()])
     assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+    assert modes == [True], "and F runs in the thread of the caller, in its modes"
 
 
 class Sent(torch.autograd.Function):
@@ -269,9 +273,12 @@ def test_a_message_that_nothing_is_computed_beside_is_not_called_hidden():
 def test_bad_options_end_in_one_line_before_any_group_is_made():
     assert "--experts 2 does not divide 1 ranks" in refusal(overlapped_pair.main, "--experts 2")
     assert "--turns" in refusal(overlapped_pair.main, "--turns 3")
+    assert "--experts 0 does not divide 1 ranks" in refusal(overlapped_pair.main, "--experts 0")
+    with patch("torch.cuda.device_count", return_value=1), patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        assert "--nproc_per_node 2 is more than the GPUs here; use 1" in refusal(overlapped_pair.main, world_size=2)
 
 
-def demo_with_a_nan(experts):
+def demo_with_a_wrong_rank(experts):
     class Spoiled(overlapped_pair.Pipeline):
         def step(self, *arguments, **options):
             super().step(*arguments, **options)
@@ -279,9 +286,34 @@ def demo_with_a_nan(experts):
                 for stage in self.stages.values():
                     stage[-1].down.grad[0] = torch.nan
 
-    with patch.object(overlapped_pair, "Pipeline", Spoiled):
+    alone = patch.object(overlapped_pair, "covered", lambda events, sent: dist.get_rank() == 0)
+    with alone, patch.object(overlapped_pair, "Pipeline", Spoiled):
         return demo(experts)
 
 
 def test_a_nan_in_a_gradient_of_one_rank_is_no_pass():
-    assert run_ranks(2, demo_with_a_nan, 1) == [["largest error against one process"]] * 2
+    """Nor are messages of that rank that nothing was computed beside."""
+    wrong = ["largest error against one process", "messages that nothing was computed beside"]
+    assert run_ranks(2, demo_with_a_wrong_rank, 1) == [wrong] * 2
+
+
+@pytest.mark.parametrize("wrong", [[], ["one thing", "another"]], ids=["nothing", "two things"])
+def test_the_script_ends_with_1_and_what_is_wrong_or_with_pass(wrong, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["overlapped_pair.py"])
+    monkeypatch.setattr(overlapped_pair, "run", lambda experts, device: wrong)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *given, **options: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(SystemExit) as end:
+        overlapped_pair.main()
+    assert (end.value.code, capsys.readouterr().out) == ((1, "FAIL: one thing; another\n") if wrong else (0, "PASS\n"))
+
+
+def exchanged_columns():
+    x = torch.arange(8.0).view(2, 4).t()
+    return torch.equal(overlapped_pair.AllToAll.apply(x, dist.group.WORLD, Turns()), x)
+
+
+def test_a_tensor_that_is_transposed_arrives_as_it_was():
+    assert run_ranks(1, exchanged_columns) == [True]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import schedule_search
 from harness.programs import refusal, run_script
+from schedule_drawings import text
 from schedule_search import Exhaustive, automatic, cheapest, exhaustive, greedy, schedule_of
 from schedule_simulator import ScheduleError, Times, check, peak_activations, simulate
 
@@ -89,6 +90,27 @@ def test_the_demo_gives_a_case_up_that_is_too_large_and_calls_nothing_proven(mon
     assert schedule_search.main() == 0
     row, last = capsys.readouterr().out.splitlines()[1:]
     assert "<= " in row and "unknown" in row and row.endswith("500, gave up") and last == "PASS"
+    assert row.split()[:4] == ["4", "6", "3,4,2,1", "4"], "the case that was asked for"
+
+
+def test_the_heuristic_finds_the_schedule_that_is_drawn_above_it():
+    times = Times(2, 2, 1, communication=1)
+    for line in text(simulate(automatic(2, 4, times, 3), times)).splitlines()[1:3]:
+        assert line[: line.rindex("|") + 1] in schedule_search.__doc__
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        ("FBWFBW FBWFBW", [], "with equal times the heuristic costs 10, the optimum is 7 (2 2 1,1,1,0 4 10 7 42.9% "),
+        ("FFBWBW FBFBWW", ["--limit", "1"], "a schedule holds more than 1 (2 2 1,1,1,0 1 7 7 0.0% "),
+    ],
+)
+def test_a_heuristic_that_misses_the_optimum_or_the_limit_is_no_pass(words, options, said, monkeypatch, capsys):
+    monkeypatch.setattr(schedule_search, "automatic", lambda *case: schedule_of(words.split(), 2))
+    monkeypatch.setattr(sys, "argv", ["schedule_search.py", "--ranks", "2", "--micro-batches", "2", *options])
+    assert schedule_search.main() == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith(said)
 
 
 def test_micro_batches_may_keep_their_order_on_every_rank():
@@ -174,6 +196,9 @@ def test_more_memory_never_makes_the_optimum_worse():
         costs = [exhaustive(3, 3, times, limit)[1] for limit in (1, 2, 3, 5)]
         assert costs == sorted(costs, reverse=True)
         assert costs[0] > costs[-1]
+    times = Times(3, 4, 2, communication=1)
+    assert automatic(4, 8, times) == automatic(4, 8, times, 8) != automatic(4, 8, times, 7), "without a limit 2p"
+    assert exhaustive(2, 3)[1] == 9 and exhaustive(2, 3, limit=2)[1] == 10
 
 
 @pytest.mark.prove
@@ -184,12 +209,16 @@ def test_the_demo_passes():
 
 def test_a_case_out_of_reach_is_one_line():
     for given in (
-        ["--ranks", "9"],
+        ["--ranks", "1"],
+        ["--ranks", "5"],
+        ["--micro-batches", "0"],
         ["--micro-batches", "7"],
         ["--limit", "0", "--ranks", "2"],
         ["--times", "1,2"],
         ["--times", "0,1,1"],
+        ["--times", "1,1,1,1,1"],
+        ["--limit", "3"],  # without --ranks, which the grid would ignore, too
         ["--micro-batches", "3"],  # the grid of all cases would ignore it
     ):
         said = refusal(schedule_search.main, given)
-        assert given[0] in said and given[1] in said
+        assert given[0] in said and (given[1] in said or "needs --ranks" in said)

@@ -2,9 +2,11 @@
 
 import random
 import re
+import sys
 from dataclasses import replace
 
 import pytest
+import schedule_simulator
 from schedule_simulator import (
     BW,
     Action,
@@ -145,6 +147,9 @@ def test_a_pair_starts_when_both_halves_can_and_takes_its_own_time():
 def test_the_checker_accepts_what_is_complete_and_in_order():
     for schedule in (GOOD, LOOP, by_hand("F0@0 F1@0 +BW0@0 BW1@0")):
         check(schedule)
+    idle = Schedule("one of two", 2, 1, 1, ((0,),), (by_hand("F0@0 BW0@0").actions[0], ()))
+    check(idle)
+    assert (simulate(idle).makespan, simulate(idle).cost) == (3, 3), "a rank may have nothing to do"
 
 
 FAULTS = {  # what is wrong: (schedule, what the message must say)
@@ -155,16 +160,23 @@ FAULTS = {  # what is wrong: (schedule, what the message must say)
     "backward before forward": (by_hand("F0@0 BW1@0 BW0@0 F1@0"), "BW1@0 comes before F1@0"),
     "weights before input": (by_hand("F0@0 W0@0 B0@0"), "W0@0 comes before B0@0"),
     "a stage of another rank": (by_hand("F0@0 F0@1 BW0@0", "BW0@1"), "rank 0: F0@1: that stage lies on rank 1"),
-    "a stage that does not exist": (by_hand("F0@0 BW0@0 F0@7"), "F0@7: there are 1 stages and 1 micro-batches"),
+    "a stage that does not exist": (by_hand("F0@0 BW0@0 F0@1"), "F0@1: there are 1 stages and 1 micro-batches"),
+    "a stage below zero": (replace(GOOD, actions=((Action(F, -1, 0),), ())), "F0@-1: there are 2 stages"),
+    "a micro-batch that does not exist": (replace(GOOD, micro_batches=1), "F1@0: there are 2 stages and 1 micro-"),
     "an unknown kind": (by_hand("F0@0 BW0@0 X0@0"), "'X'"),
     "a circle": (by_hand("F0@0 BW0@0 F1@0 BW1@0", "F0@1 F1@1 BW0@1 BW1@1"), "rank 1 waits at F1@1 for F1@0"),
     "too few lists": (replace(GOOD, actions=GOOD.actions[:1]), "1 lists of actions for 2 ranks"),
+    "too many lists": (replace(GOOD, actions=(*GOOD.actions, ())), "3 lists of actions for 2 ranks"),
     "a rank that does not exist": (replace(GOOD, placement=((0, 2),)), "placement[0]"),
     "a stage that no rank holds": (replace(GOOD, placement=((0,),)), "placement[0]"),
+    "more stages than there are": (replace(GOOD, placement=((0, 1, 1),)), "placement[0]"),
+    "no such rank in the other direction": (replace(GOOD, placement=((0, 1), (1, 2))), "placement[1]"),
     "a pair at the beginning": (by_hand("+F0@0 BW0@0"), "F0@0 overlaps with an action before it, but is the first"),
     "a pair of two forwards": (by_hand("F0@0 +F1@0 BW0@0 BW1@0"), "F1@0 overlaps with F0@0"),
     "a pair that begins with its backward": (by_hand("F0@0 BW0@0 +F1@0 BW1@0"), "F1@0 overlaps with BW0@0"),
     "a pair with itself": (by_hand("F0@0 +BW0@0"), "BW0@0 overlaps with F0@0"),
+    "a pair of three": (by_hand("F0@0 F1@0 +BW0@0 +BW1@0"), "BW1@0 overlaps with F1@0"),
+    "a pair of F and W": (by_hand("F0@0 B0@0 F1@0 +W0@0 BW1@0"), "W0@0 overlaps with F1@0"),
 }
 
 
@@ -291,6 +303,10 @@ def test_messages_in_another_order_deadlock_and_are_named():
     given[0][i], given[0][j] = given[0][j], given[0][i]  # rank 0 sends its first two activations in the other order
     with pytest.raises(ScheduleError, match=r"deadlock under unbuffered sends: rank 0 at the activation of F1@0"):
         check_programs(LOOP, given)
+    given = programs(GOOD)
+    given[1].insert(0, given[1].pop(given[1].index(GOOD.actions[1][0])))  # F0 before the message of its input
+    with pytest.raises(ScheduleError, match="rank 1 at F0@1"):
+        check_programs(GOOD, given)
 
 
 def test_two_ranks_that_both_send_before_they_receive_deadlock():
@@ -312,3 +328,14 @@ def test_bw_yields_both_results_and_its_time_is_their_sum():
     assert action.yields() == [(B, 3, 5), (W, 3, 5)]
     assert str(action) == "BW5@3"
     assert Times(1, [0, 0, 0, 2], [0, 0, 0, 4]).of(action) == 6
+
+
+def test_the_demo_prints_what_the_checker_says_and_fails_without_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["schedule_simulator.py"])
+    schedule_simulator.main()
+    good, bad, last = capsys.readouterr().out.splitlines()
+    assert (good, last) == ("good: 9 units of time, bubble 3, held (2, 1)", "PASS")
+    assert bad == "bad: by hand: deadlock: rank 0 waits at BW0@0 for B0@1; rank 1 waits at F1@1 for F1@0"
+    monkeypatch.setattr(schedule_simulator, "check", lambda schedule: None)
+    with pytest.raises(SystemExit, match="let a deadlock pass"):
+        schedule_simulator.main()

@@ -81,6 +81,9 @@ class Odd(nn.Module):
             ),
             "recomputed once": lambda: recomputed_once(self.block)(recomputed_once(self.block)(x)),
             "recomputed inside recomputed": lambda: recomputed_once(lambda y: recomputed_once(self.block)(y) @ a)(x),
+            "recomputed with constants": lambda: recomputed_once(lambda y, c, s: self.block(y) @ c * s)(
+                x, self.frozen, scale.detach()
+            ),
         }
 
     def hooked(self, y):
@@ -162,14 +165,21 @@ def test_below_the_first_activation_the_weight_part_goes_on_to_the_embedding(tie
     head = table if tied else nn.Parameter(torch.randn(11, H, dtype=torch.float64))
     weights = [table] if tied else [table, head]
     tokens = torch.tensor([[1, 2, 1], [0, 10, 4]])
-    x = F.embedding(tokens, table)
-    y = torch.tanh(x) @ head.t()
-    (dx,), part = backward_for_input(get_gradient_edge(y), torch.ones_like(y), [get_gradient_edge(x)])
+    z = torch.randn(3, H, dtype=torch.float64, requires_grad=True)
+
+    def output():
+        x = F.embedding(tokens, table).unbind()[1]  # the second output of its node
+        return x, torch.tanh(x + z) @ head.t()
+
+    x, y = output()
+    edges = [get_gradient_edge(tensor) for tensor in (x, z)]
+    (dx, dz), part = backward_for_input(get_gradient_edge(y), torch.ones_like(y), edges)
     assert table.grad is None and dx.shape == x.shape
     part.run()
-    want = torch.autograd.grad((torch.tanh(F.embedding(tokens, table)) @ head.t()).sum(), weights)
-    for got, grad in zip(weights, want, strict=True):
-        assert_same(got.grad, grad, what="gradient of the table, then of the head")
+    assert z.grad is None, "an input that is a leaf, beside one that is none, is left alone"
+    want = torch.autograd.grad(output()[1].sum(), [*weights, z])
+    for got, grad in zip([*(w.grad for w in weights), dz], want, strict=True):
+        assert_same(got, grad, what="gradient of the table, then of the head, then of z")
 
 
 class Counted(nn.Module):
@@ -348,3 +358,14 @@ def test_a_nan_in_the_gradient_of_one_weight_is_no_pass(monkeypatch, capsys):
         script.main()
     assert end.value.code == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAIL: largest error against one backward"
+
+
+@pytest.mark.parametrize("options", [[], ["--recompute"]], ids=str)
+def test_the_demo_passes_and_recomputation_costs_b_one_more_forward(options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["split_backward.py", *options])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    *_, operations, last = capsys.readouterr().out.splitlines()
+    assert (end.value.code, last) == (0, "PASS")
+    forward = 3 * 2 * 32 * 32 * 32  # three layers, 4 x 8 tokens
+    assert operations.endswith(str((forward, forward * (1 + len(options)), forward)))

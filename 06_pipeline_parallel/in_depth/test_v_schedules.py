@@ -1,11 +1,13 @@
 """What v_schedules.py claims: blocks that never meet, the memory chosen beforehand, and orders near the optimum."""
 
 import random
+import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
+import v_schedules
 from harness.programs import refusal, run_script
 from schedule_search import Exhaustive, exhaustive
 from schedule_simulator import Action, B, F, Schedule, ScheduleError, Times, W, check, simulate
@@ -118,6 +120,13 @@ def one_by_one(p, m):
     return Schedule("one by one", p, 2 * p, m, (v_shape(p),), tuple(lists))
 
 
+def test_without_a_limit_a_rank_of_the_automatic_v_may_hold_4p_half_stages(monkeypatch):
+    limits = set()
+    monkeypatch.setattr(v_schedules, "greedy_v", lambda p, m, times, limit, *_: limits.add(limit) or one_by_one(p, m))
+    automatic_v(3, 2)
+    assert limits == {12}
+
+
 @pytest.mark.prove
 def test_the_search_proves_how_far_the_v_schedules_are_from_the_best():
     gaps = {}
@@ -222,13 +231,28 @@ def run(*given):
 
 def test_the_demo_passes_and_a_wrong_option_is_one_line():
     done = run("--ranks", "6")
+    rows = [line.split() for line in done.stdout.splitlines()[1:3]]
+    assert rows == [["v-min", "21", "21", "6", "6", "0.50"], ["v-half", "19", "19", "8", "8", "0.67"]]
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS")
     for given in (
         ["--ranks", "0"],
         ["--ranks", "65"],
         ["--micro-batches", "4"],
+        ["--micro-batches", "257"],
         ["--micro-batches", "x"],
         ["--limit", "3"],
     ):
         said = refusal(HERE / "v_schedules.py", given)
         assert given[0] in said and given[1] in said
+
+
+@pytest.mark.parametrize(("options", "m"), [([], 14), (["--micro-batches", "9"], 9)])
+def test_a_prediction_that_misses_ends_the_demo_with_1_and_the_numbers(options, m, monkeypatch, capsys):
+    sizes = []
+    monkeypatch.setattr(v_schedules, "v_min", lambda p, m: sizes.append((p, m)) or v_min(p, m))
+    monkeypatch.setattr(v_schedules, "predicted", lambda name, p: (19, (8,) * p))  # right for V-Half
+    monkeypatch.setattr(sys, "argv", ["v_schedules.py", "--ranks", "6", *options])
+    assert v_schedules.main() == 1
+    assert sizes == [(6, m)]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "v-min: bubble 21, holds (6, 6, 6, 6, 6, 6); not 19, (8, 8, 8, 8, 8, 8)"

@@ -56,6 +56,7 @@ def test_each_computation_gives_every_row_its_expert_and_an_expert_without_rows_
     assert_same_named(got, want, tol)
     for e, n in enumerate(counts):
         assert n or all(not value.grad[e].any() for value in w.values()), f"expert {e} had no rows"
+    assert not COMPUTES[compute](x, counts, **w, act=lambda gate, up: 0 * gate).any(), "an activation of one's own"
 
 
 def test_grouped_products_say_what_they_cannot_do():
@@ -238,6 +239,9 @@ def one_ill_rank(version: str) -> str:
 def test_logits_that_are_not_finite_end_all_ranks_of_the_group_with_the_same_line(version):
     want = "router logits of layer 7 are not finite: 3 tokens on rank 1"
     assert run_ranks(4, one_ill_rank, version) == ["", want, "", want]
+    given = torch.zeros(5, 2, dtype=torch.int64), None, 4, None, torch.tensor(2), "layer 7"
+    alone = error_from(RouterError, make_plan, version, *given)
+    assert alone == "router logits of layer 7 are not finite: 2 tokens on rank 0"
 
 
 def test_experts_that_do_not_divide_are_refused():
@@ -251,7 +255,9 @@ def test_experts_that_do_not_divide_are_refused():
         ("--top-k 9", "top-k 9 of 8 experts is impossible"),
         ("--nodes 3", "nodes 3 do not divide 8 experts"),
         ("--capacity -1", "--capacity -1.0 leaves no room"),
+        ("--capacity inf", "--capacity inf leaves no room"),
         ("--compute grouped --hidden 10", "--compute grouped needs --hidden"),
+        ("--compute grouped --intermediate 10", "--compute grouped needs --hidden"),
         ("--version never", "--version"),
     ],
 )

@@ -1,6 +1,9 @@
 """Fixed shapes: the layer that waits with the same pairs dropped, a queue in plain Python, waits, shapes, bytes."""
 
+import io
+from contextlib import redirect_stdout
 from functools import cache, partial
+from types import SimpleNamespace
 
 import fixed_dispatch
 import pytest
@@ -58,6 +61,8 @@ def results(layer, sizes: list[int], router: str, C: int, group) -> dict:
 
 def both(sizes: list[int]) -> dict:
     group = dist.group.WORLD
+    seen = moe_fixed(*leaves(sizes, dist.get_rank()).values(), K, 17, group)[2]
+    assert seen.counts.sum() == K * sum(sizes), "not the counts of all ranks"
     return {(router, C): [results(f, sizes, router, C, group) for f in (fixed, eager)] for router, C in RUNS}
 
 
@@ -162,12 +167,17 @@ def test_a_shared_expert_is_added_and_ill_tokens_are_counted_on_the_device():
     assert (int(seen.ill), seen.counts.sum().item()) == (0, 17 * K)
     tensors["x"].data[[3, 9], 1] = float("nan")
     assert int(moe_fixed(*tensors.values(), K, 17, None)[2].ill) == 2
+    tensors = leaves([17], 0)
+    tensors["gate"].data[5, 1] = float("inf")  # of each token one logit
+    assert int(moe_fixed(*tensors.values(), K, 17, None)[2].ill) == 17
 
 
 def test_in_bf16_it_is_as_far_from_float64_as_the_layer_that_waits():
     want = fixed(*leaves([17], 0).values(), 17, None, "softmax")[0]
     half = [t.detach().bfloat16() for t in leaves([17], 0).values()]
-    errors = [(f(*half, 17, None, "softmax")[0].double() - want).norm() for f in (fixed, eager)]
+    outs = [f(*half, 17, None, "softmax")[0] for f in (fixed, eager)]
+    assert [y.dtype for y in outs] == [torch.bfloat16] * 2
+    errors = [(y.double() - want).norm() for y in outs]
     assert errors[0] <= 1.5 * errors[1], errors
 
 
@@ -190,9 +200,24 @@ def test_a_gpu_says_too_that_nobody_waits():
         ("--experts 6 --top-k 2", "--experts 6 do not divide among 4 expert-parallel ranks"),
         ("--capacity nan", "--capacity nan leaves no room"),
         ("--capacity 0", "--capacity 0.0 leaves no room"),
+        ("--capacity inf", "--capacity inf leaves no room"),
         ("--tokens 0", "--tokens 0 is not in 1 .. 4096"),
         ("--router hash", "--router"),
     ],
 )
 def test_bad_input_is_one_line_that_names_option_and_remedy(options, words):
     assert words in refusal(fixed_dispatch.main, options, world_size=4)
+
+
+def demos() -> list[list[str]]:
+    """What the demo finds wrong: as it is, and beside a layer whose outputs are NaN."""
+    args, plain = SimpleNamespace(experts=4, top_k=2, tokens=8, capacity=1.0, router="sigmoid"), fixed_dispatch.eager
+    with redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
+        found = [fixed_dispatch.demo(args, dist.group.WORLD, torch.device("cpu"))]
+        patch.setattr(fixed_dispatch, "eager", lambda *given: [x * float("nan") for x in plain(*given)])
+        return [*found, fixed_dispatch.demo(args, dist.group.WORLD, torch.device("cpu"))]
+
+
+def test_the_demo_finds_nothing_wrong_and_says_of_nan_that_it_is():
+    for right, wrong in run_ranks(2, demos):
+        assert right == [] and len(wrong) == 2 and all("gradients" in line and "nan" in line for line in wrong)

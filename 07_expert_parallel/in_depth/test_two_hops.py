@@ -309,3 +309,14 @@ def test_a_second_derivative_is_refused():
 )
 def test_bad_input_is_one_line_that_names_option_and_remedy(options, words):
     assert words in refusal(two_hops.main, options, world_size=4)
+
+
+def test_without_a_limit_a_token_may_use_all_nodes(monkeypatch):
+    found = []
+    monkeypatch.setattr(two_hops, "demo", lambda args, *_: found.append((args.nodes, args.max_nodes)))
+    monkeypatch.setattr(two_hops, "launch", lambda demo: demo(None, None))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for options in ("--nodes 4", "--nodes 4 --max-nodes 2"):
+        monkeypatch.setattr("sys.argv", ["two_hops.py", *options.split()])
+        two_hops.main()
+    assert found == [(4, 4), (4, 2)]

@@ -53,6 +53,10 @@ def test_views_empty_tensors_and_gradients_with_strides_of_zero(version):
     assert (leaf.grad[:, 0] == 0).all()
     odd = inputs(9)[1:].requires_grad_()  # contiguous, from an address that is no multiple of 16
     assert torch.allclose(elu(odd, 1.0, version), F.elu(odd), atol=1e-6)
+    dy = inputs(9)[1:]  # and so is this gradient
+    (dx,) = torch.autograd.grad(elu(odd, 1.0, version), odd, dy)
+    assert torch.allclose(dx, torch.where(odd > 0, dy, dy * odd.exp()), atol=1e-5)
+    assert torch.equal(elu(odd, 2, version), elu(odd, 2.0, version))
     empty = torch.zeros(0, 3, device=DEVICE, requires_grad=True)
     elu(empty, 1.0, version).sum().backward()
     assert empty.grad.shape == (0, 3)
@@ -71,13 +75,16 @@ def test_only_the_output_is_kept_for_backward(version):
 
 
 def test_nothing_is_written_behind_the_end_and_the_order_of_threads_does_not_matter():
-    for n in (1, 4, 1025, 1026):
+    for n in (1, 4, 1025, 1026, 1027):
         results = []
         for order in (FORWARD, REVERSE, 3):
             x, field = inputs(n, device="cpu"), torch.full((n + 1024,), float("nan"))
             chapter.call("elu.cu", "run_elu_forward", n, 1.0, x, field, order=order)
             assert field[n:].isnan().all() and field[:n].isfinite().all()
             results.append(field[:n])
+            back = torch.full_like(field, float("nan"))
+            chapter.call("elu.cu", "run_elu_backward", n, 1.0, x, x, back, order=order)
+            assert back[n:].isnan().all() and back[:n].isfinite().all()
         assert all(torch.equal(results[0], other) for other in results)
     x, field = inputs(1500), torch.full((2048,), float("nan"), device=DEVICE)
     chapter.forward_kernel[(2,)](x, field, 1500, 1.0, BLOCK=1024)
@@ -118,6 +125,8 @@ def test_fusing_bias_and_gelu_moves_2n_numbers_instead_of_7n():
         assert chapter.rms(y - want) <= 2 * chapter.rms(F.gelu(x + bias) - want) + 1e-7
         assert len(counted) == kernels
         assert chapter.numbers_moved(counted, x.numel()) == moved
+        y, _ = run(x[:5, :60].contiguous(), bias[:60], counting=True)  # 300 numbers: a block and a part of one
+        assert chapter.rms(y - want[:5, :60]) <= 1e-6
 
 
 def test_eager_moves_42_bytes_per_element_and_one_kernel_8():
@@ -154,7 +163,7 @@ def test_the_triton_kernels_compile_for_gpus():
 
 def test_what_cannot_be_right_is_refused_in_one_line():
     x = torch.zeros(4)
-    far = torch.empty(1).expand(2**31)
+    far = torch.empty(1).expand(2**31 - 1024)
     for message, arguments in {
         "version 'fast' does not exist; there are eager": (x, 1.0, "fast"),
         "alpha -1.0 must be 0 or more": (x, -1.0, "triton"),
@@ -164,6 +173,8 @@ def test_what_cannot_be_right_is_refused_in_one_line():
         "elu.cu counts them in 32 bits; split x": (far, 1.0, "cuda"),
     }.items():
         assert_refused(message, elu, *arguments)
+    chapter.check_elu(far[1:], 1.0, "cuda")
+    chapter.check_elu(far, 1.0, "triton")
     if INTERPRETED:
         assert_refused(r"not torch\.bfloat16", elu, x.bfloat16(), 1.0, "triton")
 
@@ -172,8 +183,18 @@ def test_a_wrong_option_is_one_line_and_exit_code_2():
     for options, message in {
         "--size 0": "--size 0 must be at least 1",
         "--alpha -2": "--alpha -2.0 must be 0 or more, and finite in float32",
+        "--alpha 1e31": "--alpha 1e+31 must be 0 or more, and finite in float32",
         "--alpha inf": "--alpha inf must be 0 or more, and finite in float32",
         "--alpha nan": "--alpha nan must be 0 or more, and finite in float32",
         "--show --size 7": "--show prints the code and ends; leave out --size",
+        "--show --alpha 2 --compile": "--show prints the code and ends; leave out --alpha --compile",
     }.items():
         assert refusal(chapter.main, options) == message
+
+
+def test_a_version_that_computes_nothing_does_not_pass(monkeypatch, capsys):
+    monkeypatch.setattr(chapter, "elu", lambda x, **_: x * float("nan"))
+    monkeypatch.setattr(chapter, "divergence", dict)
+    assert chapter.demo(8, 1.0, DEVICE, False) == 1
+    said = capsys.readouterr().out
+    assert "triton: error of y over F.elu's is nan" in said and "PASS" not in said

@@ -132,6 +132,8 @@ def test_sectors_asked_for_are_those_predicted_and_tiles_beyond_the_diagonal_are
         predicted = sectors(B, S_q, S_k, N, D, last)
         assert cuda.count(inputs(B, S_q, S_k, N, N_kv, D, "cpu"), last) == predicted, name
     assert sectors(1, 200, 260, 1, 64, 0) == (200 + 2 * 128 + 2 * 256) * 64 * 2 // 32  # by hand: 1 and 2 tiles of keys
+    by_hand = (72 + 2 * 128) * 64 * 2 // 32  # of two tiles of queries the first sees no key, and loads nothing
+    assert sectors(1, 200, 260, 1, 64, -130) == cuda.count(inputs(1, 200, 260, 1, 1, 64, "cpu"), -130) == by_hand
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="its backward is flash_kernels.py's, and these tensors are on the CPU")
@@ -150,8 +152,9 @@ def test_tensors_that_the_copy_engine_cannot_read_are_copied_first():
     want = cuda_forward(q, k, v, causal=True)
     odd = torch.cat((torch.zeros(1), q.flatten().float())).bfloat16()[1:].view(q.shape)  # an address of 2 bytes
     turned = k.transpose(1, 2).contiguous().transpose(1, 2)
+    apart = torch.cat((v, v), -1)[..., :64]
     assert cuda.fit(q) is q and cuda.fit(odd).data_ptr() % 16 == 0 and cuda.fit(turned).is_contiguous()
-    for x, y in zip(cuda_forward(odd, turned, v, causal=True), want, strict=True):
+    for x, y in zip(cuda_forward(odd, turned, apart, causal=True), want, strict=True):
         assert torch.equal(x, y)
 
 
@@ -207,6 +210,10 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         ("v is torch.float32", [q, k, v.float()], {}),
         ("head dim 96 is not among", tensors(D=96), {}),
         ("do not fit", [q, k, v[:, :4]], {}),
+        ("do not fit", [q, *tensors(D=128)[1:]], {}),
+        ("do not fit", [torch.cat((q, q)), k, v], {}),
+        ("pass 32 bits", [q[:, :1].expand(-1, 2**29, -1, -1), k, v], {}),
+        ("pass 32 bits", [q, *(x[:, :1].expand(-1, 2**29, -1, -1) for x in (k, v))], {}),
         ("an empty tensor has no tile", tensors(S=0), {}),
         ("4 query heads do not divide among 3", tensors(N_kv=3), {}),
         ("window 4: the CUDA kernel knows causal and offset only", [q, k, v], {"window": 4}),
@@ -221,6 +228,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2():
     for options, message in {
         "--seq 0": "--seq 0 is too small; use 1 or more",
         "--keys -3": "--keys -3 is too small; use 1 or more",
+        "--kv-heads 0": "--kv-heads 0 is too small; use 1 or more",
         "--heads 3 --kv-heads 2": "--kv-heads 2 does not divide --heads 3; use a divisor of it",
         "--resources --seq 9": "--resources says what nvcc makes of the kernel and ends; leave out --seq",
         "--head-dim 96": "argument --head-dim: invalid choice: 96",

@@ -128,6 +128,13 @@ def test_v_is_handed_over_with_its_keys_in_the_order_in_which_weights_come():
     assert torch.equal(turned[0, 1, 5].float(), want)
 
 
+def test_tensors_in_another_layout_give_the_same_bits():
+    given = inputs(1, 20, 37, 4, 2, 64, "cpu")
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    found = [fp8_forward(*each, causal=True, offset=17) for each in (given, turned)]
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def test_a_scale_brings_the_largest_number_of_each_head_to_448():
     x = inputs(2, 30, 30, 3, 3, 64, "cpu")[0] * torch.tensor([1.0, 100.0, 0.01])[:, None].bfloat16()
     x[1, :, 2] = 0
@@ -183,6 +190,10 @@ def test_sums_over_many_tiles_are_kept_outside_the_tensor_core():
     out, _ = fp8_forward(q, k, v, causal=False)
     least = (448 + 512 / 64) / 640
     assert (out >= least * (1 - 2**-8)).all(), f"{out.flatten()[0]}; the last four tiles alone make it {least}"
+    with accumulator_bits(0):
+        exact, _ = fp8_forward(q, k, v, causal=False)
+    assert (out < exact).all(), "nothing was lost in the first tile: these are no sums of 14 bits"
+    assert torch.equal(fp8_forward(q, k, v, causal=False)[0], out), "the sums stay exact behind the block"
 
 
 # ------------------------------------------------------------------------------------------------ orders of the warps
@@ -229,6 +240,8 @@ def test_sectors_asked_for_are_those_predicted():
             assert counted == predicted, f"causal {causal}: {counted} sectors, {predicted} predicted"
     tiles = 200 + 128 + 200 + 128 + 256  # by hand: q; k of 1 and of 2 tiles, where there are 200; v in whole tiles
     assert fp8.sectors(1, 200, 200, 1, 64, 0) == tiles * 64 // 32
+    given = prepare(*inputs(1, 200, 260, 1, 1, 64, "cpu"))  # of two tiles of queries the first sees no key
+    assert fp8.sectors(1, 200, 260, 1, 64, -130) == fp8.count(given, 260, True, -130) == (72 + 128 + 128) * 64 // 32
 
 
 # --------------------------------------------------------------------------------------------------- compiled for GPUs
@@ -274,6 +287,7 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         ("q is torch.float32; the CUDA kernel takes bfloat16", [q.float(), k, v]),
         ("do not fit", [q, k, v[:, :4]]),
         ("an empty tensor has no tile", [q, k[:, :0], v[:, :0]]),
+        ("at most 65535", [x.expand(65536, -1, -1, -1) for x in (q, k, v)]),
         *(("has no backward pass", [x.clone().requires_grad_(x is y) for x in (q, k, v)]) for y in (q, k, v)),
     ):
         assert_refused(words, fp8_forward, *given, causal=True)
@@ -285,6 +299,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2():
     for options, message in {
         "--seq 0": "--seq 0 is too small; use 1 or more",
         "--keys -3": "--keys -3 is too small; use 1 or more",
+        "--kv-heads 0": "--kv-heads 0 is too small; use 1 or more",
         "--heads 3 --kv-heads 2": "--kv-heads 2 does not divide --heads 3; use a divisor of it",
         "--resources --spread": "--resources says what nvcc makes of the kernel and ends; leave out --spread",
         "--head-dim 96": "argument --head-dim: invalid choice: 96",
@@ -297,5 +312,9 @@ def test_a_wrong_option_is_one_line_and_exit_code_2():
 def test_a_kernel_that_writes_nothing_does_not_pass(monkeypatch):
     monkeypatch.setattr(fp8, "attend", lambda given, *_, **__: (torch.full(given.q.shape, math.nan), None))
     monkeypatch.setattr(fp8, "cuda_forward", lambda q, *_, **__: (q, None))
-    wrong = fp8.demo(fp8.parse(["--seq", "8", "--keys", "8"])[1], "cpu")
+    made = []
+    monkeypatch.setattr(fp8, "prepare", lambda *given, **how: made.append(how) or prepare(*given, **how))
+    words = ["--seq", "8", "--keys", "8", "--per-tensor", "--spread"]
+    wrong = fp8.demo(fp8.parse(words)[1], "cpu")
     assert any(": nan from the formula" in line for line in wrong), wrong
+    assert made and all(how == {"per_head": False, "spread": True} for how in made), made

@@ -3,12 +3,14 @@ compiler makes of them for GPUs that need not be there."""
 
 import contextlib
 import math
+import runpy
 import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import flash_kernels
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from flash_kernels import (
 )
 from flash_tiles import explicit_attention, step, tiled_backward, tiled_forward, torch_attention
 from harness.meter import peak_memory, saved_activations
-from harness.programs import assert_refused, printed_json
+from harness.programs import assert_refused, error_from, printed_json, refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 
@@ -111,6 +113,18 @@ def test_slices_transposes_odd_strides_and_expanded_gradients_are_read_right(tma
     plan = plans(torch.float16)[0 if tma else 1]
     for case in (CASES["causal"], CASES["rows_without_keys"]):
         check_against_the_definition(case, torch.float16, strided=True, plan=plan)
+
+
+def test_strides_are_those_of_the_caller_also_of_the_lse_and_queries_may_be_the_last_of_the_keys():
+    q, k, v, dout = strange_strides(*inputs(9, 12, 2, 2, 32, B=2))
+    mask = dict(causal=True, window=None, offset=3)
+    want = step(partial(explicit_attention, **mask), *(x.double() for x in (q, k, v, dout)))
+    for plan in plans(torch.float32):
+        out, lse = triton_forward(q, k, v, **mask, plan=plan)
+        lse = lse.mT.contiguous().mT  # [B, N, S], in memory as [B, S, N]
+        got = [out, *triton_backward(dout, q, k, v, out, lse, **mask, plan=plan)]
+        for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            assert_same(x.double(), y, 1e-5, f"{name}, {'descriptors' if plan.tma else 'addresses'}")
 
 
 @pytest.mark.prove
@@ -275,6 +289,7 @@ def test_dq_dk_and_dv_are_summed_over_tiles_in_32_bits(repeatable):
         for dtype, limit in ((None, 1e-6), (torch.float16, 7e-4)):
             how = dict(causal=False, plan=plan, dtype=dtype, repeatable=repeatable)
             got = triton_backward(dout, q, k, v, out, lse, **how)[at]
+            assert out.dtype == torch.float32 and got.dtype == (dtype or torch.float32)
             assert_same(got.double(), want, limit, f"{what} as {dtype}")
 
 
@@ -355,7 +370,22 @@ def test_the_option_version_chooses_the_backward_pass(version, monkeypatch):
     out, lse = chosen.forward(q, k, v, causal=True)
     with additions() if INTERPRETED else contextlib.nullcontext([]) as found:
         chosen.backward(dout, q, k, v, out, lse, causal=True)
-    assert bool(found) == (version == "five") or not INTERPRETED
+    assert sum(found) == (10 * 32 if version == "five" else 0) or not INTERPRETED  # and nothing behind the ten queries
+    for plan, told in ((None, poisoned()), (plan_of(q)._replace(five=False), contextlib.nullcontext())):
+        with told, additions() if INTERPRETED else contextlib.nullcontext([]) as found:
+            chosen.backward(dout, q, k, v, out, lse, causal=True, plan=plan)
+        assert not found, "PyTorch was told to be deterministic, or five products do not fit"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a compiler needs no NumPy")
+def test_a_numpy_that_tritons_interpreter_does_not_go_with_is_named(monkeypatch):
+    monkeypatch.setattr(triton.runtime.interpreter.interpreter_builder, "create_descriptor_reduce", None)
+    pairs = {("3.6.0", "2.4.1"): False, ("3.6.0", "2.3.5"): True, ("3.7.0", "2.4.0"): True, ("3.10.0", "2.10.0"): True}
+    for (of_triton, of_numpy), fits in pairs.items():
+        monkeypatch.setattr(triton, "__version__", of_triton)
+        monkeypatch.setattr(numpy, "__version__", of_numpy)
+        said = error_from(ImportError, runpy.run_path, str(HERE / "_interpreter.py"))
+        assert (said == "") == fits and ('pip install "numpy<2.4"' in said) != fits, (of_triton, of_numpy)
 
 
 def ring_of_chapter_5():
@@ -390,6 +420,10 @@ def test_a_model_of_chapter_1_can_take_it_as_its_attention():
     q, k, v, _ = inputs(24, 24, 4, 2, 32)
     want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
     assert_same(flash_attention(q, k, v, causal=True), want.transpose(1, 2), 1e-5)
+    for attention in (flash_attention, lambda *given, **mask: flash_attention_with_lse(*given, **mask)[0]):
+        assert_same(attention(q, k, v), want.transpose(1, 2), 1e-5, "causal, unless told otherwise")
+        mask = dict(causal=True, window=7, offset=3)
+        assert_same(attention(q, k, v, **mask), explicit_attention(q, k, v, **mask), 1e-5, str(mask))
 
 
 def test_what_the_kernels_cannot_do_is_refused_in_one_line():
@@ -416,6 +450,8 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line():
     refused = {words: (*given, None) for words, given in refused.items()} | {"window 0": (q, k, v, 0)}
     for words, given in refused.items():
         assert_refused(words, check_inputs, *given)
+    said = refusal(flash_kernels.parse_arguments, "--head-dim 40")
+    assert said.startswith("--dtype float32 --head-dim 40: head dim 40")
 
 
 def test_addresses_beyond_2_to_the_31_are_reached():

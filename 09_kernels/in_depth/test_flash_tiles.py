@@ -10,7 +10,10 @@ import torch.distributed as dist
 from flash_tiles import (
     TILED,
     Attention,
+    Version,
+    add_options,
     band,
+    check_options,
     compare,
     explicit_attention,
     step,
@@ -68,6 +71,7 @@ def test_a_band_is_what_causal_window_and_offset_say():
                         distance = i + offset - j  # how far back the key is
                         want = not (causal and distance < 0) and (window is None or abs(distance) < window)
                         assert (first <= j - i <= last) == want, (causal, window, offset, i, j)
+    assert band(5, 6, True, 3, 2**40) == (11, 11) and band(5, 6, False, 3, -(2**40)) == (-11, -11)  # 32 bits are enough
 
 
 @pytest.mark.always("7", "16", "64")
@@ -94,6 +98,9 @@ def test_16_bits_are_rounded_once_also_under_autocast(dtype):
         for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
             error = ((x.double() - y).norm() / y.norm()).item()
             assert x.dtype == dtype and error < 0.4 * torch.finfo(dtype).eps, f"{name}, autocast {enabled}: {error:.1e}"
+    out, lse = tiled_forward(*given[:3], causal=True)  # for a merge, or a sum of parts
+    found = (out, lse, *tiled_backward(given[3], *given[:3], out, lse, causal=True))
+    assert {x.dtype for x in found} == {torch.float32}
 
 
 def test_a_row_without_keys_has_output_zero_lse_minus_infinity_and_gradient_zero():
@@ -141,6 +148,12 @@ def test_the_lse_has_a_gradient_of_its_own():
         gradients.append([x.grad for x in leaves])
     for name, got, want in zip("qkv", *gradients, strict=True):
         assert_same(got, want, what=f"d{name}")
+    lse = Attention.apply(*leaves, TILED, *mask.values())[1]
+    *found, dv = torch.autograd.grad((lse * weight).sum(), leaves)  # nobody used the output
+    exact = torch.autograd.grad((explicit_lse(*leaves[:2], **mask) * weight).sum(), leaves[:2])
+    for got, want in zip(found, exact, strict=True):
+        assert_same(got, want)
+    assert (dv == 0).all()
 
 
 @pytest.mark.parametrize("S", [96, 192])
@@ -175,14 +188,33 @@ def test_bytes_and_operations_in_the_readme_are_what_its_formulas_give():
     assert 4 * S * D * S // C == 2 * 2 * S * S, "shares stored one by one: twice the scores in bf16"
 
 
+def without_numbers(*given, **mask):
+    out, lse = tiled_forward(*given, **mask)
+    return out.fill_(math.nan), lse
+
+
 @pytest.mark.parametrize(("seq", "head_dim", "window"), [(1, 32, 20), (9, 4, 1)])
 def test_the_demo_passes_where_gradients_are_zero_and_where_a_tile_is_the_largest_tensor(seq, head_dim, window):
     sizes = dict(seq=seq, heads=2, kv_heads=1, head_dim=head_dim, window=window, dtype="float64")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert compare(TILED, Namespace(**sizes), dist.group.WORLD, torch.device("cpu")) == []
+        spoiled = Version(without_numbers, tiled_backward)
+        wrong = compare(spoiled, Namespace(**sizes), dist.group.WORLD, torch.device("cpu"))
+        assert len(wrong) == 4 and all("off by nan" in line for line in wrong), wrong
     finally:
         dist.destroy_process_group()
+
+
+def test_an_option_that_does_not_fit_is_one_line(monkeypatch):
+    def read():
+        return check_options(add_options("", ["float64"]))
+
+    for option in ("--seq", "--heads", "--kv-heads", "--head-dim", "--window"):
+        assert refusal(read, f"{option} 0") == f"{option} 0 is too small; use 1 or more"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert refusal(read) == "--nproc_per_node 3 is more than the GPUs here; use 2 or less"
 
 
 BAD_OPTIONS = [

@@ -75,7 +75,7 @@ def test_rows_that_lie_apart_are_read_at_their_stride():
     a, b, c = (x.to(DEVICE) for x in wide.chunk(3, dim=1))  # column slices: stride 111, 37 columns
     assert not a.is_contiguous()
     column = wide.T[:37].to(DEVICE)  # [37, 6], columns apart: stride (1, 111)
-    weight = w.to(DEVICE)
+    weight = torch.stack((w, w), 1).to(DEVICE)[:, 0]  # every second number
     cases = {
         "softmax": (softmax, softmax_reference, [b], []),
         "softmax of columns": (softmax, softmax_reference, [column], []),
@@ -90,6 +90,10 @@ def test_rows_that_lie_apart_are_read_at_their_stride():
     for label, x in {"a slice": k, "a transpose": moved, "odd columns": q.mT.contiguous().mT}.items():
         here = [t.to(DEVICE) for t in tables]
         cases[f"rope of {label}"] = (rope, rope_reference, [x], here)
+    apart = [t.to(DEVICE).repeat(1, 2)[:, :8] for t in tables]
+    cases["rope with tables that lie apart"] = (rope, rope_reference, [k], apart)
+    long = numbers(3, 2 * 2050, seed=4).to(DEVICE)
+    cases["swiglu of rows of more than one block"] = (swiglu, swiglu_reference, [long[:, :2050], long[:, 2050:]], [])
     for label, (fused, reference, tensors, rest) in cases.items():
         got, _ = outputs_and_gradients(fused, tensors, rest)
         exact = [t.cpu() if isinstance(t, torch.Tensor) else t for t in rest]
@@ -215,6 +219,10 @@ def test_a_norm_with_float32_weights_on_float16_rows_gives_float32_as_multiplyin
     assert got.dtype == want.dtype == torch.float32
     exact = rms_norm_reference(x.double().cpu(), w.double().cpu(), 1e-5)
     assert worst([got], [exact]) <= allowed(worst([want], [exact]), torch.float32)
+    leaf, wide = w.clone().requires_grad_(), w.double().cpu().requires_grad_()
+    rms_norm(x, leaf, 1e-5).sum().backward()
+    rms_norm_reference(x.double().cpu(), wide, 1e-5).sum().backward()
+    assert worst([leaf.grad], [wide.grad]) <= 1e-6, "the gradient of the weight has the digits of the rows"
 
 
 def test_the_gradient_of_a_norms_weight_in_fp16_is_added_up_in_fp32_and_rounded_once():
@@ -259,6 +267,8 @@ def test_empty_tensors_pass_through():
     rms_norm(x, w, 1e-5).sum().backward()
     assert x.grad.shape == (0, 5) and (w.grad == 0).all()
     assert swiglu(x, x).shape == (0, 5)
+    for y in (softmax(x), swiglu(x, x)):
+        y.sum().backward()
 
 
 def test_what_the_kernels_cannot_do_is_refused_in_one_line():

@@ -74,9 +74,12 @@ def test_a_scale_for_the_gradients_is_as_good_as_multiplying_them():
         assert torch.equal(a, b)
     p, q = (nn.Parameter(random(9)) for _ in range(2))
     p.grad, q.grad = random(9, seed=2), random(9, seed=2) * scale
-    AdamW([p]).step(scale=scale)
+    optimizer = AdamW([p])
+    optimizer.step(scale=scale)
     AdamW([q]).step()
     assert torch.equal(p.detach(), q.detach())
+    optimizer.step(scale=torch.full_like(scale, math.nan))
+    assert torch.equal(p.detach(), q.detach()) and optimizer.state[p]["step"] == 2
 
 
 def test_a_scale_that_is_nan_leaves_weights_moments_and_copy_as_they_are_and_an_infinite_one_does_not():
@@ -102,13 +105,14 @@ def test_a_parameter_without_a_gradient_stays_as_it_is():
 def test_every_group_has_its_own_settings_and_a_schedule_may_change_them():
     results = []
     for kind in (AdamW, torch.optim.AdamW):
-        p, q = nn.Parameter(random(6)), nn.Parameter(random(6, seed=1))
+        p, q = nn.Parameter(random(2, 3)), nn.Parameter(random(6, seed=1))
         optimizer = kind([{"params": [p], "weight_decay": 0.5}, {"params": [q], "lr": 0.1}], lr=1e-2)
         for step in range(3):
             optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
-            p.grad, q.grad = random(6, seed=2 + step), random(6, seed=9 + step)
+            p.grad = random(3, 2, seed=2 + step).T
+            q.grad = random(6, seed=9 + step) if step else None  # its first step is the second one
             optimizer.step()
-        results.append(torch.cat((p, q)).detach())
+        results.append(torch.cat((p.flatten(), q)).detach())
     assert worst([results[0]], [results[1]]) <= 1e-6
 
 
@@ -185,6 +189,8 @@ def test_a_tied_parameter_lies_in_the_buffer_once_and_gradients_already_there_mo
     grad = p.grad.clone()
     flat = flatten([p, p])
     assert flat.numel() == ALIGN and torch.equal(flat.grad[:5], grad) and torch.equal(p.grad, grad)
+    halves = flatten([nn.Parameter(random(n).half()) for n in (ALIGN, ALIGN + 1)])
+    assert halves.numel() == 3 * ALIGN and halves.dtype == halves.grad.dtype == torch.float16
 
 
 def test_states_take_8_bytes_a_parameter_and_a_step_moves_28():
@@ -206,6 +212,9 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         "must be contiguous": lambda: adamw_(x.T, x, x, x, **ONE_STEP),
         "p's 24 elements": lambda: adamw_(x, x[:2], x, x, **ONE_STEP),
         "m is torch.float16": lambda: adamw_(x, x, x.half(), x, **ONE_STEP),
+        "v is torch.float16": lambda: adamw_(x, x, x, x.half(), **ONE_STEP),
+        r"copy \[2, 4\]": lambda: adamw_(x, x, x, x, copy=x[:2], **ONE_STEP),
+        r"scale \[\] torch.float64": lambda: adamw_(x, x, x, x, scale=torch.ones((), dtype=torch.float64), **ONE_STEP),
         "p is torch.float64": lambda: adamw_(x.double(), x, x, x, **ONE_STEP),
         "scale": lambda: adamw_(x, x, x, x, scale=x, **ONE_STEP),
         "step 0": lambda: adamw_(x, x, x, x, **{**ONE_STEP, "step": 0}),

@@ -56,7 +56,8 @@ def test_cross_entropy_of_a_row_longer_than_its_widest_block():
 
 @pytest.mark.always("7")
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40, 1000])
-def test_any_chunk_gives_the_loss_and_the_gradients_of_the_whole(chunk, small_blocks):
+def test_any_chunk_gives_the_loss_and_the_gradients_of_the_whole(chunk, small_blocks, monkeypatch):
+    monkeypatch.setattr(fused_loss, "SLICE_BYTES", 50 * 24 * 8)  # of the 130 words: slices of 50, 50 and 30
     tensors, rest = loss_inputs(40, 130, 24)["linear_cross_entropy"]
     assert_as_good_as_torch(
         partial(linear_cross_entropy, chunk=chunk), linear_cross_entropy_reference, tensors, rest, [torch.float64]
@@ -74,11 +75,11 @@ def test_many_chunks_in_low_precision_add_up_in_float32():
 @pytest.mark.parametrize("name", list(FUSED))
 def test_only_ignored_labels_give_loss_zero_and_gradients_zero_and_no_nan(name):
     tensors, (labels,) = loss_inputs(9, 70, 24)[name]
-    outputs, _ = outputs_and_gradients(
-        FUSED[name], [x.to(DEVICE) for x in tensors], [torch.full_like(labels, IGNORE).to(DEVICE)]
-    )
-    for x in outputs:
-        assert (x == 0).all()
+    for tokens in (9, 0):  # and without a token at all
+        given = [(x[:tokens] if len(x) == 9 else x).to(DEVICE) for x in tensors]
+        outputs, _ = outputs_and_gradients(FUSED[name], given, [torch.full_like(labels[:tokens], IGNORE).to(DEVICE)])
+        for x in outputs:
+            assert (x == 0).all()
 
 
 def test_an_ignored_row_may_hold_anything():
@@ -135,6 +136,7 @@ def test_bytes_kept_for_backward_are_as_predicted(name):
         with saved_activations() as saved:
             loss = FUSED[name](*leaves, *(x.to(DEVICE) for x in rest))
         assert saved.bytes == bytes_kept(name, *sizes, dtype), f"{name} in {dtype}"
+        assert loss.dtype == torch.float32, f"the loss of {dtype} is a {loss.dtype}"
         del loss
 
 
@@ -245,17 +247,19 @@ def test_autocast_leaves_float64_alone_as_linear_does():
 
 
 def test_a_label_that_is_no_word_is_never_silently_a_number():
-    logits, labels = torch.zeros(3, 70), torch.tensor([3, 70, 5])
+    logits, labels = torch.zeros(4, 70), torch.tensor([3, 70, -1, 69])
     if DEVICE == "cpu":
-        assert_refused("labels must be 0 to 69, or -100", cross_entropy, logits, labels)
-        assert_refused("labels must be 0 to 69, or -100", linear_cross_entropy, logits, torch.zeros(70, 70), labels)
+        for no_word in (70, -1):
+            wrong = torch.tensor([3, no_word, 69, IGNORE])
+            assert_refused("labels must be 0 to 69, or -100", cross_entropy, logits, wrong)
+            assert_refused("labels must be 0 to 69, or -100", linear_cross_entropy, logits, torch.zeros(70, 70), wrong)
     logits, labels = logits.to(DEVICE), labels.to(DEVICE)
-    loss, m, s = (torch.empty(3, device=DEVICE) for _ in range(3))
+    loss, m, s = (torch.empty(4, device=DEVICE) for _ in range(3))
     fused_loss.loss_of_rows(logits, labels, loss, m, s)  # as on a GPU, where looking at the labels would make it wait
     out = torch.empty_like(logits)
     fused_loss.gradient_of_rows(logits, labels, m, s, torch.ones((), device=DEVICE), out)
-    assert loss.isnan().tolist() == [False, True, False]
-    assert out.isnan().all(1).tolist() == [False, True, False]
+    assert loss.isnan().tolist() == [False, True, True, False]
+    assert out.isnan().all(1).tolist() == [False, True, True, False]
 
 
 def test_what_does_not_fit_is_refused_in_one_line():

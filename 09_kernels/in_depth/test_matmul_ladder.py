@@ -125,6 +125,10 @@ def test_multicast_reads_factors_that_lie_across_without_a_copy(a_across, b_acro
             got = matmul_ladder.matmul(a, b, "multicast", order=order)
             assert torch.equal(got, want), f"{size}, order {order}"
             assert handed == [a.data_ptr(), b.data_ptr(), got.data_ptr()], "a factor was copied"
+    for rows, columns in ((40, 16), (36, 16), (40, 20), (1, 16)):  # only the first are multiples of 8
+        across = torch.empty(columns * rows + 1, dtype=torch.bfloat16)
+        assert matmul_ladder.lies_across(across[:-1].view(columns, rows).t()) == ((rows, columns) == (40, 16))
+        assert not matmul_ladder.lies_across(across[1:].view(columns, rows).t()), "an address of 2 bytes"
     a, b = random_inputs(40, 48, 20, torch.bfloat16, "cpu")  # 20 numbers are no multiple of 16 bytes
     assert error_ratio(matmul_ladder.matmul(a.t().contiguous().t(), b.contiguous(), "multicast"), a, b) <= 2
 
@@ -173,6 +177,20 @@ def test_occupancy_is_decided_by_the_scarcest_resource():
     assert occupancy(Resources(32, 0, 0), 256, gpu, dynamic_shared=100 * 1024) == 16 / 64  # 228 / (100 + 1) = 2 blocks
     assert occupancy(Resources(32, 0, 0), 64, gpu, dynamic_shared=7 * 1024) == 56 / 64  # 228 / (7 + 1) = 28 blocks
     assert occupancy(Resources(16, 0, 0), 768, gpu) == 48 / 64  # 64 warps hold two blocks of 24, and no part of a third
+    assert occupancy(Resources(32, 0, 0), 33, gpu) == 1.0  # 32 blocks of two warps, of which the second has one thread
+
+
+def test_a_table_of_resources_says_whether_each_kernel_fits(monkeypatch, capsys):
+    for used, fits in (
+        (Resources(32, 0, 0), True),
+        (Resources(32, 0, 0, stack=8), False),
+        (Resources(32, 0, 200 * 1024), False),  # more than a block may have
+        (Resources(255, 0, 0), False),  # no block of 1024 threads
+    ):
+        monkeypatch.setattr(matmul_ladder, "resources", lambda *_, used=used: dict.fromkeys(RUNGS, used))
+        for arch, rungs in (("sm_80", 8), ("sm_90a", 12)):
+            assert matmul_ladder.print_resources(arch) == fits, f"{used} on {arch}"
+            assert len(capsys.readouterr().out.splitlines()) == 1 + rungs
 
 
 # --------------------------------------------------------------------------------------------------- compiled for GPUs
@@ -225,6 +243,32 @@ def test_a_changed_header_is_a_new_library(tmp_path, monkeypatch):
     assert _cuda.library_file(tmp_path / "a.cu", "sm_80") != first
     (tmp_path / "far.h").write_text("2")
     assert _cuda.library_file(tmp_path / "a.cu", "sm_90a") != first
+    other = tmp_path / "other.h"  # which nobody includes by name
+    other.write_text("1")
+    first = _cuda.library_file(tmp_path / "a.cu", "cpu", [other])
+    other.write_text("2")
+    assert _cuda.library_file(tmp_path / "a.cu", "cpu", [other]) != first
+    assert [_cuda.architecture(x) for x in ((8, 0), (9, 0), (10, 0))] == ["sm_80", "sm_90a", "sm_100"]
+
+
+def test_a_source_that_does_not_compile_is_one_line_and_no_library(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_BUILDS", str(tmp_path / "builds"))
+    (tmp_path / "bad.cu").write_text("#error no such thing\n#error nor this\n")
+    with pytest.raises(CudaError, match=r"^g\+\+ cannot build bad.cu: .*no such thing$"):
+        _cuda.library_file(tmp_path / "bad.cu", "cpu")
+    assert not list((tmp_path / "builds").iterdir())
+
+
+def test_of_a_template_the_largest_resources_count_and_of_loops_the_innermost_that_multiplies(monkeypatch):
+    report = ""
+    for stack, registers in ((8, 40), (16, 32)):
+        report += f"Compiling entry function '_Z4sumsILi{registers}EEvPf' for 'sm_90a'\n {stack} bytes stack frame, "
+        report += f"{stack} bytes spill stores, 4 bytes spill loads\n Used {registers} registers, 512 bytes smem\n"
+    monkeypatch.setattr(_cuda, "run_compiler", lambda command, source: report)
+    assert _cuda.resources("sums.cu", "sm_90a") == {"sums": Resources(40, 16 + 4, 512, 16)}
+    code = ["MOV R1, R2", "LDS.128 R4, [R2]", "LDS R8, [R2]", "FFMA R1, R4, R8, R1", "@P0 BRA 0x10", "LDG R9, [R6]"]
+    text = "".join(f"/*{16 * i:04x}*/  {word} ;\n" for i, word in enumerate([*code, "@!P1 BRA 0x0"]))
+    assert _cuda.multiplying_loop(text) == _cuda.Loop(4, 1, 2, 1, 0)
 
 
 def test_a_single_wrong_element_of_what_was_timed_is_an_objection():
@@ -460,6 +504,8 @@ def test_a_warp_that_is_ahead_does_all_it_can_before_the_others_and_one_that_is_
     assert (first, second) in races and (second, first) in races
     assert len({str(race) for race in races}) > 2, "a race in which nobody is ever overtaken"
     assert diary(_cuda.racing(3)) == races[3], "not the same in every run"
+    assert _cuda.uneven(33) == [_cuda.ahead(0), _cuda.ahead(1), _cuda.behind(0), _cuda.behind(1), 1_000_001, 1_000_002]
+    assert _cuda.uneven(384, (5,)) == [-11, -12, 1_000_001, 1_000_002]
 
 
 CLUSTER_OF_TWO = """
@@ -559,6 +605,8 @@ def test_what_cannot_be_right_is_refused_in_one_line():
         matmul_ladder.check_matmul(a, b, "warp_tiles")  # in fp32 nothing is padded
         for rung in ("mma_tiles", "persistent", "ping_pong"):
             assert_refused(message, matmul_ladder.check_matmul, a.bfloat16(), b.bfloat16(), rung)
+    for M, N in ((65535 * 32, 1), (65536, 32767)):  # both just fit
+        matmul_ladder.check_matmul(torch.empty(1, 1).expand(M, 1), torch.empty(1, 1).expand(1, N), "naive")
     if INTERPRETED:
         assert_refused("cast a and b first", matmul_ladder.matmul, x.bfloat16(), x.bfloat16(), TRITON)
 

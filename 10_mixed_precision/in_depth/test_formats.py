@@ -22,6 +22,7 @@ def test_largest_smallest_and_epsilon_are_those_of_torch(form):
     tiny = torch.tensor([form.smallest / 2, form.smallest * 0.51], dtype=torch.float64)
     if form.name != "fp32":
         assert form.round(tiny).tolist() == [0.0, form.smallest]
+        assert form.spacing(torch.zeros(1)).item() == form.smallest
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "bf16", "fp16"])
@@ -50,11 +51,15 @@ def test_out_of_range_is_infinite_in_ieee_formats_and_the_largest_number_in_e4m3
     assert FORMATS["fp16"].round(beyond).tolist() == [math.inf, -math.inf]
     assert FORMATS["e4m3"].round(beyond).tolist() == [448, -448]
     assert FORMATS["bf16"].round(beyond).isfinite().all()
+    assert FORMATS["fp16"].round(torch.tensor([65519.0, 65520.0])).tolist() == [65504, math.inf], "half a step above it"
+    for name in ("fp16", "e4m3"):
+        assert FORMATS[name].round(torch.tensor([math.nan])).isnan().all(), name
 
 
 def test_tf32_has_the_range_of_fp32_and_the_resolution_of_fp16():
     tf32, single, half = FORMATS["tf32"], FORMATS["fp32"], FORMATS["fp16"]
     assert (tf32.smallest_normal, tf32.epsilon) == (single.smallest_normal, half.epsilon)
+    assert (tf32.bits, tf32.max) == (19, 2.0**128 - 2.0**117)
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     assert torch.equal(tf32.round(x), half.round(x))  # no element is out of fp16's range here
 
@@ -76,9 +81,8 @@ def test_stochastic_rounding_takes_one_of_two_neighbours_and_is_right_on_average
         down = math.floor(value / gap) * gap
         assert set(got.unique().tolist()) <= {down, down + gap}, f"{name}: {value} became {got.unique().tolist()}"
         assert abs(got.mean().item() - value) < 0.02 * gap, f"{name}: {value} on average {got.mean().item()}"
-    assert stochastic_round(torch.tensor([math.inf]), form.dtype).float().item() == (
-        448 if name == "e4m3" else math.inf
-    )
+    edge = 448 if name == "e4m3" else math.inf
+    assert stochastic_round(torch.tensor([math.inf, -math.inf]), form.dtype).float().tolist() == [edge, -edge]
 
 
 def test_stochastic_rounding_draws_from_its_generator_and_leaves_the_global_one_alone():
@@ -89,6 +93,7 @@ def test_stochastic_rounding_draws_from_its_generator_and_leaves_the_global_one_
             before = torch.manual_seed(global_seed).get_state()
             drawn.append(stochastic_round(x, torch.bfloat16, torch.Generator().manual_seed(seed)))
             assert torch.equal(torch.get_rng_state(), before), "the global generator has moved"
+    assert {y.dtype for y in drawn} == {torch.bfloat16}
     assert torch.equal(drawn[0], drawn[1]), "another global seed, other bits"
     assert not torch.equal(drawn[1], drawn[2]), "another seed, the same bits"
 

@@ -39,6 +39,7 @@ def test_the_kernel_finds_the_largest_element_and_calls_nan_infinite():
         assert k.amax(x).item() == x.abs().max().item()
         assert k.amax(x.half()).item() == x.half().abs().max().item()
         assert k.amax(x.T).item() == x.abs().max().item(), "a transposed view"
+        assert k.amax(x.flip(0)).item() == x.abs().max().item(), "the largest comes first"
         for bad in (torch.nan, torch.inf, -torch.inf):
             x[1, 2] = bad
             assert k.amax(x).item() == torch.inf, f"{bad} was passed over"
@@ -47,9 +48,10 @@ def test_the_kernel_finds_the_largest_element_and_calls_nan_infinite():
 @on_cpu
 def test_scales_and_values_of_the_kernel_are_those_of_the_recipe():
     for dtype in (E4M3, torch.float8_e5m2):
-        for block in k.MODES:
+        for block in (*k.MODES, (1, 0), (0, 1), (0, 0)):
             x = numbers(200, 300)
             x[:128, 128:256] = 0  # a piece of zeros
+            x[128:, 256:] = 1e-39  # and one whose amax over the largest number is no normal fp32 number
             got, want = k.quantize(x, dtype, block), k.reference_quantize(x, dtype, block)
             assert got.block == block and torch.equal(got.scale, want.scale), f"scales of {block}"
             assert torch.equal(got.values.float(), want.values.float()), f"values of {block} in {dtype}"
@@ -67,6 +69,7 @@ def test_a_given_scale_that_is_too_small_saturates():
     for got in k.cast(x, E4M3, torch.tensor([[2.0]])):
         assert torch.equal(got.dequantize(), x.clamp(-2, 2)), got.dequantize()[0, :4]
     assert k.cast(x, E4M3, torch.zeros(1, 1))[0].scale.item() == 1, "nothing is divided by zero"
+    assert k.cast(x, E4M3, torch.full((1, 1), 1e-40))[0].scale.item() == torch.finfo(torch.float32).tiny, "nor by less"
 
 
 @on_cpu
@@ -87,6 +90,8 @@ def test_operands_of_backward_lie_with_the_summed_dimension_contiguous():
     assert k.transpose(across).values.is_contiguous(), "what is summed along columns lies turned around"
     turned = k.rows_of(square.values.T)
     assert turned.is_contiguous() and torch.equal(turned.float(), square.values.float().T)
+    odd = k.rows_of(square.values[:, ::2])
+    assert odd.is_contiguous() and torch.equal(odd.float(), square.values.float()[:, ::2])
     x, w = (k.quantize(numbers(n, 16), E4M3, (1, 128)) for n in (1100, 130))  # more than a group of rows
     got, want = (product(x, w, torch.float32) for product in (k.scaled_matmul, k.emulated_matmul))
     assert_same(got, want, 1e-5, "a product of nine rows of tiles")
@@ -96,8 +101,9 @@ def test_operands_of_backward_lie_with_the_summed_dimension_contiguous():
 def test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_wants_them():
     for dtype, rows, columns in ((E4M3, 200, 300), (torch.float8_e5m2, 16, 130)):
         for block in ((1, 128), (1, 0), (128, 128)):
-            x, note = numbers(rows, columns), torch.full((1, 1), 1e-3)
+            x, note = numbers(rows, columns).flip(0, 1), torch.full((1, 1), 1e-3)  # the largest come first
             x[:128, 128:256] = 0  # a piece of zeros
+            x[128:, 256:] = 1e-39
             x[:, 3] = 0  # and a column
             both = k.quantize_both(x, dtype, block, note)
             assert note.item() == x.abs().max(), f"{block}: the largest element is said to be {note.item()}"
@@ -106,7 +112,9 @@ def test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_want
                 assert got.block == shape and torch.equal(got.scale, want.scale), f"scales of {shape}"
                 assert torch.equal(got.values.float(), want.values.float()), f"values of {shape} in {dtype}"
     for block in ((1, 128), (1, 0), (128, 128)):
-        along, across = k.quantize_both(numbers(200, 300), E4M3, block)
+        note = torch.full((1, 1), 1e9)
+        along, across = k.quantize_both(numbers(200, 300), E4M3, block, note)
+        assert note.item() == 1e9, f"{block}: what was larger before is forgotten"
         assert along.values.is_contiguous() and k.transpose(across).values.is_contiguous()
         for bad in (torch.nan, torch.inf):
             x, note = numbers(150, 140), torch.zeros(1, 1)
@@ -122,6 +130,8 @@ def test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_want
     # As the kernel in CUDA reads them, in whole lines: [tiles, R].
     scale = k.quantize_both(numbers(256, 300), E4M3, (1, 128))[0].scale
     assert scale.shape == (256, 3) and scale.T.is_contiguous()
+    with pytest.raises(ValueError, match=r"block \(128, 1\) has no second orientation"):
+        k.quantize_both(numbers(16, 16), E4M3, (128, 1))
 
 
 @on_cpu

@@ -118,8 +118,10 @@ def test_it_is_the_definition_with_sums_of_14_bits(product):
     # And 14 bits are what makes the difference to the exact product: with fp32 sums there is none to speak of.
     with accumulator(0):
         assert error(cuda_matmul(a, b, torch.float32), a, b) <= 1e-6
-    with pytest.raises(ValueError, match="an accumulator of -1 bits"), accumulator(-1):
-        pass
+    assert torch.equal(cuda_matmul(a, b, torch.float32), got), "the bits are not set back"
+    for bits in (-1, 19):
+        with pytest.raises(ValueError, match=f"an accumulator of {bits} bits"), accumulator(bits):
+            pass
     assert 1e-5 <= error(got, a, b) <= 1e-3
 
 
@@ -264,10 +266,12 @@ def test_what_the_kernel_cannot_multiply_is_refused_in_one_line():
         ("of torch.float32 and torch.float8_e4m3fn", a._replace(values=a.values.float()), b),
         ("of torch.float8_e4m3fn and torch.float8_e5m2", a, b._replace(values=b.values.to(e5m2))),
         (r"scales of \(0, 0\)", a._replace(block=(0, 0)), b),
+        (r"scales of \(128, 128\)", a._replace(block=(TILE, TILE)), b),
         (r"scales of \(1, 128\) and \(1, 0\)", a, b._replace(block=(1, 0))),
         ("K has to be equal", a, b._replace(values=b.values[:, :16])),
         ("K = 24: no multiple of 16; pad it with zeros to 32", narrow, b._replace(values=b.values[:, :24])),
         ("an empty tensor has no tile", a._replace(values=a.values[:0]), b),
+        ("an empty tensor has no tile", a, b._replace(values=b.values[:0])),
         ("cpu and meta; move them", a, b._replace(values=b.values.to("meta"))),
         ("on meta: it needs a Hopper GPU", *(q._replace(values=q.values.to("meta")) for q in (a, b))),
     ):
@@ -287,7 +291,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2():
     for options, message in {
         "--rows 0": "--rows 0 is out of range; use 1 to 65536",
         "--columns -1": "--columns -1 is out of range; use 1 to 65536",
-        "--columns 1000000": "--columns 1000000 is out of range; use 1 to 65536",
+        "--columns 65537": "--columns 65537 is out of range; use 1 to 65536",
         "--terms 24": "--terms 24 is no multiple of 16, as the copy engine's rows are; use one",
         "--terms nan": "argument --terms: invalid int value: 'nan'",
         "--rows ": "argument --rows: invalid int value: ''",

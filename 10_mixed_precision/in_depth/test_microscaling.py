@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from formats import e4m3
+from harness.meter import communication
 from harness.programs import error_from
 from harness.ranks import run_ranks
 from harness.reference import assert_same
@@ -76,6 +77,7 @@ def test_every_fp16_number_becomes_the_nearest_element_and_the_even_one_at_a_tie
     got = decode(encode(x, form), form)
     right = same(got, want)
     assert right.all(), f"{name}: {x[~right][:4].tolist()} became {got[~right][:4].tolist()}"
+    assert encode(torch.tensor([math.nan]), form).item() == 2**form.bits - 1, "the pattern of NaN is all ones"
 
 
 def scale_by_definition(amax: float, largest: int, up: bool) -> int:
@@ -134,7 +136,10 @@ def test_two_elements_of_4_bits_lie_in_a_byte_the_first_in_the_lower_half():
     assert torch.equal(unpack(packed), pairs)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("mxfp8", 8.25), ("mxfp8-e5m2", 8.25), ("mxfp4", 4.25), ("nvfp4", 4.5)])
+OF_MX = [("mxfp8", 8.25), ("mxfp8-up", 8.25), ("mxfp8-e5m2", 8.25), ("mxfp4", 4.25)]
+
+
+@pytest.mark.parametrize(("name", "bits"), [*OF_MX, ("nvfp4", 4.5)])
 def test_a_number_takes_the_bits_of_its_element_and_its_share_of_the_scale(name, bits):
     outer = 32 if name == "nvfp4" else 0
     assert MICRO[name].quantize(random(64, 96)).bits() == bits * 64 * 96 + outer
@@ -170,9 +175,10 @@ def test_without_their_patterns_the_numbers_are_the_same(name):
     ties = torch.tensor([6, *(m + 0.25 for m in (0, 0.5, 1, 1.5)), 2.5, 3.5, 5, 7, 0, *[-0.75] * 6] * 2)[None]
     wild = random(8, 96) * torch.logspace(-30, 30, 8)[:, None]
     wild[3, 5], wild[4, :32] = math.nan, 0
-    for x in (ties, wild[:3], wild):
-        got, want = MICRO[name].plain(x), MICRO[name].quantize(x)
+    for x, amax in ((ties, None), (wild[:3], None), (wild, None), (ties, torch.tensor([[40.0]]))):
+        got, want = MICRO[name].plain(x, amax), MICRO[name].quantize(x, amax)
         assert same(got.dequantize(torch.float64), want.dequantize(torch.float64)).all(), name
+    assert want.outer is None or want.outer.item() == pytest.approx(40 / (6 * 448)), "of the amax that is given"
 
 
 def test_a_power_of_two_as_the_specification_has_it_saturates_and_the_next_one_does_not():
@@ -243,22 +249,33 @@ def test_the_three_products_have_operands_in_blocks_along_their_sums(name):
         assert 0.01 < off < (0.25 if "fp4" in name else 0.1), f"{name}: {what} is {off:.3f} off"
 
 
-def nvfp4_on_ranks(ranks: list[int]) -> torch.Tensor | None:
+def nvfp4_of(rows: slice, ranks: int, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and dx of these rows of the batch that so many ranks share."""
+    size = torch.logspace(0, 2, 16 * ranks)[:, None]
+    x = (random(16 * ranks, 32, dtype=torch.float64) * size)[rows].requires_grad_()
+    y = MicroLinear("nvfp4", group)(x, random(16, 32, seed=1, dtype=torch.float64))
+    y.backward((random(16 * ranks, 16, seed=2, dtype=torch.float64) * size)[rows])
+    return y.detach(), x.grad
+
+
+def nvfp4_on_ranks(ranks: list[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
         return None
     mine = dist.get_rank(group)
-    x = random(16 * len(ranks), 32, dtype=torch.float64) * torch.logspace(0, 2, 16 * len(ranks))[:, None]
-    return MicroLinear("nvfp4", group)(x[16 * mine : 16 * mine + 16], random(16, 32, seed=1, dtype=torch.float64))
+    with communication() as sent:
+        MicroLinear("mxfp8", group)(random(16, 32), random(16, 32, seed=1))
+    assert not sent.calls, "MX needs no message"
+    return nvfp4_of(slice(16 * mine, 16 * mine + 16), len(ranks), group)
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [2, 0, 1]])
 def test_ranks_with_pieces_of_a_batch_round_to_4_bits_as_one_process_does(ranks):
-    x = random(16 * len(ranks), 32, dtype=torch.float64) * torch.logspace(0, 2, 16 * len(ranks))[:, None]
-    want = MicroLinear("nvfp4")(x, random(16, 32, seed=1, dtype=torch.float64))
+    whole = nvfp4_of(slice(None), len(ranks))
     got = run_ranks(max(ranks) + 1, nvfp4_on_ranks, ranks)
     for place, rank in enumerate(sorted(ranks)):
-        assert_same(got[rank], want[16 * place : 16 * place + 16], 1e-10, "y", rank)
+        for what, mine, want in zip(("y", "dx"), got[rank], whole, strict=True):
+            assert_same(mine, want[16 * place : 16 * place + 16], 1e-10, what, rank)
 
 
 def one_rank_has_infinity() -> str:

@@ -75,6 +75,10 @@ def test_what_is_left_of_a_layers_activations_is_what_figure_7_shows():
 def test_none_of_the_four_fits_80_gb_and_all_do_with_both_techniques():
     for model, states, baseline, both in plan_facts.fits_rows():
         assert states + both < 80 < states + baseline, model
+    rows = {model: sizes for model, *sizes in plan_facts.fits_rows()}
+    each = 96 * (1 + 7 / (8 * 3)) * 2048 * 12288 / 1e9  # more than 96 layers, since stages are interleaved
+    parameters = (12 * 96 * 12288**2 + 51200 * 12288) / 64
+    assert rows["175B"] == pytest.approx([18 * parameters / 1e9, (10 + 3 + 10) * each, 34 / 8 * each])
 
 
 def test_further_numbers_of_the_paper_come_out_of_the_formulas():
@@ -82,6 +86,21 @@ def test_further_numbers_of_the_paper_come_out_of_the_formulas():
         assert predicted == pytest.approx(published, rel=0.05), what
     published, predicted = plan_facts.data_parallel_row()
     assert predicted < published  # no card reaches its data sheet: this fact is missed, and the table says by how much
+    parameters = (12 * 105 * 20480**2 + 51200 * 20480) / 35 / 8  # eight replicas, each gradient of 4 bytes
+    assert predicted == pytest.approx(2 * 7 / 8 * 4 * parameters / 25e9, rel=1e-3)
+
+
+def test_a_layer_of_a_gpt_is_its_products_and_two_sums_and_recomputes_what_it_is_told_to():
+    free = {"memory_gb_per_s": 1e12, "latency_us": 1e-9, "half": 1e-9}
+    cluster = dataclasses.replace(read_cluster("a100-dgx"), **free)
+    b, s, h, rate = 4, 2048, 6144, 8 * 271.2e12
+    core = 4 * b * s * s * h / rate
+    work = 24 * b * s * h * h / rate + core
+    sums = 2 * (2 * 7 / 8 * 2 * b * s * h) / 300e9
+    for recompute, again in (("none", 0.0), ("selective", core), ("full", work + sums)):
+        layer = plan_facts.gpt_layer(plan_facts.GPTS[0], cluster, recompute, False)
+        want = pytest.approx((work + sums, 2 * work + sums, again), rel=1e-5)
+        assert (layer.forward, layer.backward, layer.again) == want, recompute
 
 
 def test_fpdts_published_sequences_fit_and_not_twice_as_much():
@@ -140,6 +159,9 @@ def test_mfu_is_the_models_flops_over_what_the_clusters_own_peak_could_do(name):
     flops = step_flops(LLAMA3_8B, layout.global_batch, layout.seq_len).model
     could = step.seconds * 4 * json.loads((plan_time.CLUSTERS / f"{name}.json").read_text())["peak_tflops"] * 1e12
     assert step.mfu(layout, cluster) == pytest.approx(flops / could)
+    mixed = step_time(LLAMA3_8B, MIXTURE, layout, cluster)  # of eight experts a token uses two
+    active = dataclasses.replace(LLAMA3_8B, intermediate=2 * 14336)
+    assert mixed.model_flops == pytest.approx(step_flops(active, layout.global_batch, layout.seq_len).model)
 
 
 def test_backward_multiplies_twice_for_each_product_of_forward():
@@ -157,6 +179,8 @@ def test_an_all_reduce_on_measured_nodes_takes_its_bytes_over_the_measured_bandw
         assert cluster.seconds(flow, 1) == pytest.approx(flow.wire / (speed * 1e9), rel=1e-6), nodes
         assert int(nodes) == 1 or cluster.bandwidth(int(nodes), 8) == pytest.approx(speed * 1e9 / 8), nodes
     assert plan_time.measured_on({"4": 100.0, "16": 50.0}, 8) == pytest.approx(75)
+    ends = [plan_time.measured_on({"4": 100.0, "16": 50.0}, nodes) for nodes in (2, 4, 16, 64)]
+    assert ends == pytest.approx([100, 100, 50, 50])
 
 
 def test_tensor_parallel_inside_a_node_is_cheaper_than_across_nodes():
@@ -259,6 +283,8 @@ def test_fpdt_waits_for_its_host_when_chunks_are_small_and_not_when_they_are_lar
     assert 10 * waits[0] < waits[1]
     thrice = Layout(ulysses=8, seq_len=2**20, fpdt_chunks=1024, micro_batch=3)
     assert plan_time.fpdt_idle(LLAMA3_8B, thrice, cluster) == pytest.approx(3 * waits[1])
+    one = plan_time.one_block(LLAMA3_8B, None, thrice, cluster)
+    assert one.again == one.forward, "it saves only the input of a block"
 
 
 # -------------------------------------------------------------------------------------------------------- the search
@@ -306,6 +332,29 @@ def test_what_the_search_takes_for_bytes_is_near_the_exact_ones(moe, words):
     held = sum(plan_memory.held(LLAMA3_8B, moe, layout).values())
     assert plan_time.rough_states(LLAMA3_8B, moe, layout) == pytest.approx(held, rel=0.01)
     assert plan_search.rough_peak(given, layout) == pytest.approx(exact(given, layout).peak, rel=0.105)
+
+
+def test_every_way_to_divide_the_gpus_comes_once_and_uses_them_all():
+    given = dataclasses.replace(task(nodes=1), model=dataclasses.replace(LLAMA3_8B, layers=4))
+    shapes = list(plan_search.grids(given))
+    assert len(set(shapes)) == len(shapes) and {shape.ranks for shape in shapes} == {8}
+    for axis, sizes in (("tp", {1, 2, 4, 8}), ("cp", {1, 2, 4, 8}), ("pp", {1, 2, 4}), ("gather_kv", {True, False})):
+        assert {getattr(shape, axis) for shape in shapes} == sizes, axis
+
+
+def test_micro_batches_in_flight_are_those_of_chapter_06s_table():
+    for schedule, m, v, count in (("1f1b", 8, 1, 4), ("1f1b", 2, 1, 2), ("afab", 8, 1, 8), ("breadth-first", 8, 2, 8),
+                                  ("interleaved", 8, 2, 5.5), ("zb-h1", 8, 1, 4), ("zb-h2", 8, 1, 7)):  # fmt: skip
+        assert plan_search.in_flight(schedule, 4, m, v) == count, (schedule, m)
+    assert plan_search.in_flight("afab", 1, 8, 1) == 1
+
+
+def test_the_name_of_a_layout_has_all_axes_that_are_in_use():
+    layout = Layout(dp=2, tp=2, sequence_parallel=True, ring=2, ulysses=4, pp=2, schedule="interleaved",
+                    stages_per_rank=3, zero=1, micro_batch=2, micro_batches=4, recompute="full")  # fmt: skip
+    assert plan_search.name(layout) == "dp2 tp2+sp cp8=r2u4 pp2/interleaved3 zero1 mb2x4 recompute-full"
+    kinds = [plan_search.context_name(Layout(**axes)) for axes in ({"ring": 4}, {"ring": 4, "gather_kv": True})]
+    assert kinds == ["r", "g"] and plan_search.context_name(Layout(ulysses=4)) == "u"
 
 
 def test_no_single_change_of_the_best_layout_that_fits_is_faster():
@@ -463,6 +512,23 @@ def test_a_cell_of_the_map_names_its_layout_or_says_that_nothing_fits():
     assert len(axes.patches) == 3  # what does not fit has no colour
 
 
+def test_the_map_asks_for_whole_nodes_and_names_the_axes_in_use(monkeypatch):
+    layout = Layout(dp=2, tp=8, ring=2, ulysses=2, pp=4, zero=1)
+    found = plan_search.Candidate(layout, plan_time.Step({"update": 2.0}, {}, 2 * 128 * 989.4e12 / 4), 0, "")
+    asked = []
+
+    def best_of(given, top):
+        asked.append((given.gpus, given.global_batch, given.seq_len, top))
+        return plan_search.Found([found] if given.gpus == 16 else [], 0, 0, plan_search.Counter(), None)
+
+    monkeypatch.setattr(plan_figures, "search", best_of)
+    monkeypatch.setattr(plan_figures, "SIZES", {"8B": LLAMA3_8B})
+    monkeypatch.setattr(plan_figures, "NODES", (1, 2))
+    rows = plan_figures.heatmap_rows(read_cluster("h100-400g"), 512, 4096)
+    assert rows == [["8B", 1, "does not fit", 0.0, 0.0], ["8B", 2, "dp2 tp8 cp4 pp4 z1", 12.5, 2.0]]
+    assert asked == [(8, 512, 4096, 1), (16, 512, 4096, 1)]
+
+
 def test_the_bars_of_a_layout_are_as_long_as_its_bytes_and_its_seconds(tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
@@ -513,6 +579,8 @@ def test_bad_input_is_one_line_that_names_the_option(words, says):
     [
         ({"memory_gb": None}, "has no field 'memory_gb'"),
         ({"memory_gb": -1}, "memory_gb is -1"),
+        ({"memory_gb": True}, "memory_gb is True"),
+        ({"alone": float("inf")}, "alone is inf"),
         ({"gpus_per_node": 0}, "gpus_per_node is 0"),
         ({"nodes": 1.5}, "nodes is 1.5"),
         ({"peak_tflops": float("nan")}, "peak_tflops is nan"),
@@ -577,6 +645,23 @@ def test_calibration_finds_the_peak_and_the_size_of_half_of_it_and_survives_nois
         assert half > 0
 
 
+def test_rates_are_those_of_products_and_copies_and_links_those_of_two_sums(monkeypatch):
+    def timed(work, device, repeats=0):
+        if repeats:  # an all-reduce, of 4 MiB in a second or of a number
+            return work.args[0].numel() / 2**20
+        if not hasattr(work, "args"):
+            return 2 * 4 * 2**22 / 5e9  # a copy reads and writes
+        (rows, inner), (_, columns) = (x.shape for x in work.args)
+        width = 1 / (1 / rows + 1 / inner + 1 / columns)
+        return 2 * rows * inner * columns / (40e9 * width / (width + 90))
+
+    monkeypatch.setattr(plan_calibrate, "seconds_of", timed)
+    monkeypatch.setattr(plan_calibrate.dist, "get_world_size", lambda: 4)
+    cpu = torch.device("cpu")
+    assert plan_calibrate.rates(cpu) == pytest.approx({"peak_tflops": 0.04, "half": 90, "memory_gb_per_s": 5})
+    assert plan_calibrate.links(cpu) == pytest.approx((2 * 3 / 4 * 4 * 2**20 / 1e9, 1e6 / 2**20 / 6))
+
+
 def measured_by_two(late):
     """When this rank arrives, when the first call that counts begins; then bandwidth, latency, alone."""
     calls, rank = [], dist.get_rank()
@@ -600,6 +685,10 @@ def test_ranks_on_cpus_share_the_memory_of_their_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     _, cluster = plan_calibrate.calibrate(tmp_path / "mine.json")
     assert (cluster["gpus_per_node"], 4e9 * cluster["memory_gb"]) == (4, pytest.approx(plan_calibrate.host_memory()))
+    assert json.loads((tmp_path / "mine.json").read_text()) == cluster and "links not measured" in cluster["source"]
+    calls = []
+    mean = plan_calibrate.seconds_of(lambda: calls.append(time.sleep(0.01)), torch.device("cpu"), repeats=3)
+    assert len(calls) == 2 + 3 and 0.01 <= mean < 0.1, "the mean of those after the warm-up"
 
 
 @pytest.mark.prove

@@ -101,16 +101,31 @@ def test_a_model_without_a_preset_is_started_from_its_folder_or_made_as_its_file
         assert says in line and "--preset" not in line
 
 
-def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads():
+def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads(monkeypatch):
     def candidate(seconds, **axes):
         return Candidate(Layout(**axes), Step({"products": seconds}, {}, 1.0), 0, "")
 
-    odd, plain = candidate(1.0, dp=2, ring=4, gather_kv=True, recompute="full"), candidate(1.04, dp=8)
+    odd, plain = candidate(1.0, dp=2, ring=4, gather_kv=True, recompute="full"), candidate(1.05, dp=8)
     slow = candidate(1.06, dp=8, zero=3)
     every, ties = plan.by_simplicity([odd, plain, slow])
     assert every == [plain, odd, slow] and ties == 2
     efforts = [plan.effort(each.layout) for each in (plain, odd)]
-    assert efforts[0] == 0 < efforts[1]
+    assert efforts == [0, 4] and plan.effort(Layout(pp=2, schedule="interleaved", stages_per_rank=2)) == 4
+    assert plan.family(Layout(ulysses=2, fpdt_chunks=4)) == "data + context parallel with chunks"
+    found = plan_search.Found([odd, plain, slow], 7, 5, Counter({"too slow": 2}), None)
+    monkeypatch.setattr(plan, "search", lambda _: found)
+    monkeypatch.setattr(plan, "alternatives", lambda *_: [])
+    monkeypatch.setattr(plan, "three_steps", lambda _: [])
+    lines, data = plan.answer(task())
+    names = [plan_search.name(each.layout) for each in (plain, odd, slow)]
+    ends = ["data parallel:", names[0], "data + context parallel:", names[1], "the next: +6.0% in all; products +60 ms"]
+    for line, end in zip(lines[3:9], [*ends, names[2]], strict=True):
+        assert line.endswith(f" {end}"), line
+    assert [Layout(**each["layout"]) for each in data["best"]] == [plain.layout, odd.layout, slow.layout]
+    assert [line.split()[0] for line in data["commands"]] == ["torchrun", "sbatch"]
+    assert (data["layouts"], data["timed"], data["pruned"]) == (7, 5, {"too slow": 2})
+    nothing = plan.does_not_fit(task(), plan_search.Found([], 0, 0, Counter(), None))
+    assert nothing.startswith("--nodes: no layout divides the model and 512 samples over 32 GPUs")
 
 
 @pytest.mark.prove
@@ -170,18 +185,23 @@ def test_an_option_that_has_no_formula_is_refused_by_name(option, others):
 
 
 def test_kernels_are_those_that_the_trainer_takes_on_the_clusters_gpus(capsys):
+    for size, kernels in ((16, "torch"), (32, "triton"), (40, "torch"), (256, "triton"), (272, "torch")):
+        model = dataclasses.replace(LLAMA3_8B, own_head_dim=size)
+        assert dataclasses.replace(task(), model=model).base.kernels == kernels, size
     older = ["--cluster", "v100-dgx2", "--nodes", "1", "--seq-len", "512", "--tokens", "8192"]
     for words in (["--kernels", "triton"], ["--explain", "--kernels triton"]):
         said = refusal(plan.main, [*older, *words])
         assert said.startswith("--kernels triton needs GPUs that compute in bf16; use")
     newer = ["--nodes", "1", *older[4:]]
-    for given, words, kernels in (
-        (older, "--kernels auto", "torch"),
-        (newer, "--kernels auto", "triton"),
-        (newer, "--precision fp64", "torch"),
+    for given, words, kernels, precision in (
+        (older, "--kernels auto", "torch", "fp16"),
+        (newer, "--kernels auto", "triton", "bf16-master"),
+        (newer, "--zero 0", "triton", "fp32"),
+        (newer, "--precision fp64", "torch", "fp64"),
     ):
         assert plan.main([*given, "--json", "--explain", words]) == 0
-        assert json.loads(capsys.readouterr().out)["layout"]["kernels"] == kernels, words
+        layout = json.loads(capsys.readouterr().out)["layout"]
+        assert (layout["kernels"], layout["precision"]) == (kernels, precision), words
 
 
 @pytest.mark.parametrize(
@@ -301,7 +321,7 @@ def run_folder(folder, speeds, **options):
     }
     (done / "manifest.json").write_text(json.dumps({"progress": progress, "files": {}}))
     (folder / "log.jsonl").write_text(
-        "".join(json.dumps({"step": i, "tokens_per_s": s}) + "\n" for i, s in enumerate(speeds))
+        "".join(json.dumps({"step": i, "tokens_per_s": s}) + '\n{"eval_loss": 5}\n' for i, s in enumerate(speeds))
     )
     return folder
 
@@ -324,25 +344,35 @@ def test_a_run_is_put_beside_its_prediction_and_its_speed_into_the_file(tmp_path
     assert dataclasses.replace(changed, ceiling=cluster.ceiling) == cluster, "another field changed too"
 
 
-def test_what_a_run_cannot_tell_is_one_line(tmp_path, own):
+def test_what_a_run_cannot_tell_is_one_line(tmp_path, own, capsys):
     run = run_folder(tmp_path / "run", [1.0] * 3)
     impossible = run_folder(tmp_path / "fast", [1e15] * 9)
+    damaged = run_folder(tmp_path / "damaged", [1.0] * 9)
+    (damaged / "log.jsonl").write_text('{"step": 1, "tok')
+    silent = run_folder(tmp_path / "silent", [1.0] * 9)
+    (silent / "log.jsonl").unlink()
     here = ["--cluster", str(own), "--nodes", "1"]
     for words, says in (
         (["--after", str(tmp_path / "nowhere"), *here], "is no folder"),
         (["--after", str(tmp_path), *here], "--after"),
         (["--after", str(run), *here], "which warm up"),
+        (["--after", str(damaged), *here], "log.jsonl is damaged"),
+        (["--after", str(silent), *here], "holds no log.jsonl"),
         (["--after", str(run), "--cluster", "cpu", "--write"], "--write would change cpu"),
         (["--after", str(run), "--cluster", str(own), "--nodes", "2"], "--nodes 2 is more than the 1"),
         (["--after", str(impossible), *here, "--write"], "no share of the peak explains it"),
     ):
         assert says in refusal(plan.main, words), words
     assert "--write needs --after" in refusal(plan.main, ["--write"])
+    capsys.readouterr()
+    assert plan.main(["--after", str(impossible), *here, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ceiling"] is None
 
 
 def test_the_ceiling_that_is_found_gives_the_measured_seconds():
     cluster, layout = read_cluster("h100x8"), Layout(dp=8, micro_batches=4, seq_len=4096, precision="bf16-master")
-    for ceiling in (0.3, 0.55, 0.9):
+    for ceiling in (0.3, 0.55, 1.0):
         seconds = step_time(LLAMA3_8B, None, layout, dataclasses.replace(cluster, ceiling=ceiling)).seconds
         assert plan_after.fitting_ceiling(LLAMA3_8B, None, layout, cluster, seconds) == pytest.approx(ceiling, rel=1e-6)
-    assert plan_after.fitting_ceiling(LLAMA3_8B, None, layout, cluster, 1e-9) is None
+    for seconds in (1e-9, 1e9):
+        assert plan_after.fitting_ceiling(LLAMA3_8B, None, layout, cluster, seconds) is None

@@ -1,6 +1,8 @@
 """The planner's bytes, held against the trainer's meter: what is held and sent exactly, what is kept and the peak."""
 
 import dataclasses
+from collections import Counter
+from itertools import product
 
 import planner_paths  # noqa: F401  finds the trainer and the chapters
 import plan_memory as pm
@@ -14,7 +16,7 @@ from harness.meter import bytes_on_the_wire
 from harness.ranks import run_ranks
 from llama import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from moe_layer import MoEConfig
-from options import Config
+from options import Config, parse
 from zero_memory import bytes_sent
 
 SIZES = LlamaConfig(vocab_size=256, hidden=64, layers=4, heads=8, kv_heads=4, intermediate=192)
@@ -152,14 +154,46 @@ def test_a_pipeline_of_70_billion_parameters_holds_every_weight_once():
     assert 8 * (sum(every) - norms) + norms == whole
 
 
-def test_the_options_of_a_layout_give_the_layout_again():
-    layout = pm.Layout.of(Config(**BASE | {"tp": 2, "zero": 1}), SIZES, 4)
-    words = layout.options().split()
-    given = dict(zip(words[::2], words[1::2], strict=True))
-    again = dataclasses.replace(
-        Config(**BASE), tp=int(given["--tp"]), zero=int(given["--zero"]), precision=given["--precision"]
-    )
-    assert pm.Layout.of(again, SIZES, 4) == layout
+def test_a_tied_embedding_is_held_at_both_ends_and_its_gradient_summed_over_the_two_ranks():
+    tied = dataclasses.replace(SIZES, vocab_size=255, tied=True)
+    apart = dataclasses.replace(tied, tied=False)
+    matrix = 128 * 64  # a tensor rank's half of the rows, of which the last may have padding
+    whole, two = (sum(w.numel for w in pm.weights_of(each, None, pm.Layout(tp=2))) for each in (tied, apart))
+    assert two - whole == matrix
+    layout = pm.Layout(pp=4, tp=2, micro_batches=4)
+    for rank in range(4):
+        assert pm.held(tied, None, layout, rank) == pm.held(apart, None, layout, rank), rank
+        sent = [f.wire for f in plan_traffic.flows(tied, None, layout, rank) if f.what == "tied embedding"]
+        assert sent == ([4 * matrix] if rank in (0, 3) else []), rank
+
+
+def test_biases_and_norms_of_heads_are_held_and_the_inputs_of_these_norms_kept():
+    block = 2 * 64 + 2 * 96 * 64 + 2 * 48 * 64 + 96 + 2 * 48 + 2 * 12 + 3 * 64 * 192
+    assert pm.held(QWEN3, None, pm.Layout())["weights"] == 4 * (4 * block + 2 * 256 * 64 + 64)
+    plain = dataclasses.replace(QWEN3, qk_norm=False)
+    for precision, kernels, each in (("fp32", "torch", 8), ("bf16-master", "torch", 6), ("bf16-master", "triton", 2)):
+        layout = pm.Layout(seq_len=32, precision=precision, kernels=kernels)
+        more = pm.block_activations(QWEN3, None, layout) - pm.block_activations(plain, None, layout)
+        assert more == 32 * ((96 + 48) * each + (8 + 4) * 4), (precision, kernels)
+
+
+ROUND_TRIPS = [
+    (4, {"tp": 2, "zero": 1}),
+    (8, {"cp": 4, "cp_kind": "usp", "zero": 3, "micro_batch": 2}),
+    (2, {"cp": 2, "cp_kind": "allgather", "recompute": "selective"}),
+    (2, {"cp": 2, "cp_kind": "ulysses", "fpdt_chunks": 4, "zero": 1}),
+    (2, {"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}),
+    (4, {"ep": 2, "zero": 2, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "words"), ROUND_TRIPS)
+def test_the_options_of_a_layout_give_the_layout_again(ranks, words):
+    base = BASE | ({"experts": 4} if "ep" in words else {})
+    layout = pm.Layout.of(Config(**base | words), SIZES, ranks)
+    again = Config(**base | parse(layout.options().split()))
+    assert pm.Layout.of(again, SIZES, ranks) == layout
+    assert pm.Layout.of(Config(**base | words | {"bucket_mib": 0.1}), SIZES, ranks).bucket_bytes == 104857
 
 
 # ------------------------------------------------------------------- the same formulas as in the chapters, and by hand
@@ -172,6 +206,8 @@ def test_on_one_rank_activations_are_chapter_01s_formula():
             want = activations(SIZES, 2, 32, element, "fused", mode)
             got = sum(pm.activations(SIZES, None, layout, range(SIZES.layers)).values())
             assert got == sum(want.values()) - want["tokens, labels (int64)"], (mode, precision)
+    several = pm.Layout(ring=2, micro_batch=2, micro_batches=3, seq_len=32)
+    assert pm.peak(SIZES, None, several)["tokens and labels"] == 3 * 2 * 32 * 8
 
 
 def test_ulysses_keeps_the_output_twice_and_a_ring_does_not():
@@ -188,6 +224,10 @@ def test_ranks_of_ulysses_are_counted_with_the_kv_heads_that_they_need():
     each = [2 * sent_per_layer("ulysses", 48, 96, 6, 12, 4, rank) * 2 * 4 for rank in range(6)]  # 2 samples, fp32
     got = sum(flow.wire for flow in plan_traffic.flows(few, None, layout) if flow.axis == "ulysses")
     assert got == pytest.approx(few.layers * sum(each) / 6, rel=1e-12)
+    for recompute, times in (("none", 6), ("selective", 8), ("full", 9)):  # q, and as much of k and v; out
+        again = pm.Layout(ulysses=4, micro_batch=2, seq_len=32, recompute=recompute)
+        got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, again) if flow.axis == "ulysses")
+        assert got == pytest.approx(times * 4 * 16 * 64 * 4 * 3 / 4), recompute
     whole = pm.block_activations(few, None, pm.Layout(ulysses=4, micro_batch=2, seq_len=32))  # 1 each, T as before
     assert pm.block_activations(few, None, layout) - whole == 2 * layout.tokens * (6 * 2 - 4) * 8 * 4
 
@@ -275,32 +315,58 @@ def test_with_fused_kernels_a_step_in_tritons_interpreter_keeps_what_was_planned
 
 def test_tensor_parallel_sends_what_chapter_04_says():
     t, layers = 4, SIZES.layers
-    for split in (False, True):
-        layout = pm.Layout(tp=t, sequence_parallel=split, micro_batch=2, seq_len=32)
+    mixture = MoEConfig(hidden=64, intermediate=192, experts=8, top_k=2)  # then only attention is shared
+    for split, recompute, moe in product((False, True), ("none", "full"), (None, mixture)):
+        layout = pm.Layout(tp=t, sequence_parallel=split, micro_batch=2, seq_len=32, recompute=recompute)
         n = layout.tokens * SIZES.hidden * 4
-        want = ((8 + 2 * split) * layers + 4 + split) * n * (t - 1) / t + 2 * 3 * layout.tokens * 4 * (t - 1) / t
+        again = recompute == "full"  # all inputs, and the sum after attention
+        block = 4 + split + 2 * again if moe else 8 + 2 * split + (2 + split) * again
+        want = (block * layers + 4 + split) * n * (t - 1) / t + 2 * 3 * layout.tokens * 4 * (t - 1) / t
         what = ("products", "embedding", "output", "softmax")
-        got = sum(f.wire for f in plan_traffic.flows(SIZES, None, layout) if any(word in f.what for word in what))
-        assert got == pytest.approx(want)
+        got = sum(f.wire for f in plan_traffic.flows(SIZES, moe, layout) if any(word in f.what for word in what))
+        assert got == pytest.approx(want), (split, recompute, moe)
 
 
 def test_zero_sends_what_chapter_03_says_and_stage_3_keeps_the_root_and_the_last_layer():
-    for stage in (0, 1, 2, 3):
+    for stage, by_sends in product((0, 1, 2, 3), (False, True)):
         layout = pm.Layout(dp=4, zero=stage, micro_batches=3, seq_len=32)
         weights = pm.weights_of(SIZES, None, layout)
         total = 4 * sum(weight.numel for weight in weights)
         block = 4 * sum(weight.numel for weight in weights if weight.layer == 0)
         kept = total - SIZES.layers * block + block
         what = ("gradients", "weights", "new weights")
-        got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, layout) if flow.what in what)
-        assert got == bytes_sent(stage, 4, total, kept, 3 if stage >= 2 else 1), stage
+        found = plan_traffic.flows(SIZES, None, layout, p2p_reduce=by_sends)
+        got = sum(flow.wire for flow in found if flow.what in what)
+        assert got == bytes_sent(stage, 4, total, kept, 3 if stage >= 2 else 1), (stage, by_sends)
+    deep = pm.Layout(dp=4, pp=2, zero=2, micro_batches=3, seq_len=32)
+    mine = 4 * sum(weight.numel for weight in pm.weights_of(SIZES, None, deep))
+    got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, deep) if flow.what in what)
+    assert got == 2 * mine * 3 / 4, "a pipeline reduces once, whatever the number of micro-batches"
 
 
 def test_a_ring_sends_kv_once_forward_and_with_its_gradient_backward():
-    layout = pm.Layout(ring=4, micro_batch=2, seq_len=32)
-    kv = 2 * layout.tokens * SIZES.kv_heads * SIZES.head_dim * 4
-    got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, layout) if flow.axis == "ring")
-    assert got == SIZES.layers * 3 * 3 * kv
+    for gather, recompute, (precision, e) in product(
+        (False, True), ("none", "selective"), (("fp32", 4), ("bf16-master", 2))
+    ):
+        layout = pm.Layout(
+            ring=4, micro_batch=2, seq_len=32, gather_kv=gather, recompute=recompute, precision=precision
+        )
+        kv = 2 * layout.tokens * SIZES.kv_heads * SIZES.head_dim
+        got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, layout) if flow.axis == "ring")
+        times = 2 + (recompute == "selective")
+        assert got == pytest.approx(SIZES.layers * 3 * kv * (times * e + 4)), layout  # gradients are summed in fp32
+
+
+def test_a_pipeline_sends_every_micro_batch_on_and_to_tensor_ranks_once_more_for_its_w():
+    for schedule, rank in product(("1f1b", "zb-h1"), (0, 1)):
+        layout = pm.Layout(pp=2, tp=2, schedule=schedule, micro_batches=4, seq_len=64, **SP)
+        n = layout.tokens * SIZES.hidden * 4
+        sent: Counter[str] = Counter()
+        for flow in plan_traffic.flows(SIZES, None, layout, rank):
+            sent[flow.what] += flow.wire
+        products = 2 * 2 + rank  # two that are cut by columns in a layer, and the output layer
+        assert sent["between stages"] == 4 * n / 2
+        assert sent["once more for W"] == (4 * products * 2 * n / 2 if schedule == "zb-h1" else 0)
 
 
 def test_the_ring_formulas_of_collectives_are_those_of_the_meter():

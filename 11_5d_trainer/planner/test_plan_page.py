@@ -12,9 +12,9 @@ import plan_page
 import pytest
 from llama import LlamaConfig
 from moe_layer import MoEConfig
-from plan_page import AXES, BYTES, layout_of, numbers, page
+from plan_page import AXES, BYTES, drawing, layout_of, numbers, page
 from plan_search import Task, rough_peak
-from plan_time import read_cluster
+from plan_time import read_cluster, step_time
 
 MODEL = LlamaConfig(32000, 1024, 8, 8, 4, 2816)  # none of the presets
 MOE = MoEConfig(hidden=1024, intermediate=2816, experts=4, top_k=2, balance=0.01)
@@ -63,6 +63,18 @@ def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for():
         assert (layout.tp, layout.cp, layout.pp, layout.ep, layout.zero) == (tp, cp, pp, ep, zero)
         assert (layout.micro_batch, layout.recompute, layout.kernels) == (micro_batch, recompute, "triton")
         assert (layout.ranks, layout.global_batch) == (TASK.gpus, TASK.global_batch)
+        *parts, mfu = numbers(TASK, layout)
+        step = step_time(MODEL, MOE, layout, TASK.cluster, simulated=False)
+        assert sum(parts[: len(BYTES)]) == pytest.approx(rough_peak(TASK, layout))
+        assert [*parts[len(BYTES) :], mfu] == [*step.parts.values(), step.mfu(layout, TASK.cluster)]
+    for chosen, says in (
+        ((3, 1, 1, 1, 1, 1, "none"), "tp x cp x pp does not divide"),
+        ((16, 1, 1, 1, 1, 1, "none"), "tp does not divide the heads"),
+        ((8, 1, 2, 4, 1, 1, "none"), "ep does not divide"),
+        ((1, 1, 1, 1, 1, 8, "none"), "the batch does not divide"),
+        ((1, 1, 1, 1, 0, 1, "none"), "bf16-master keeps"),
+    ):
+        assert layout_of(TASK, *chosen).startswith(says), chosen
 
 
 @pytest.mark.prove
@@ -78,5 +90,15 @@ def test_the_page_shows_the_task_bars_a_verdict_and_a_drawing_of_the_pipeline(br
 def test_no_formula_of_the_planner_is_in_the_page_and_nothing_is_asked_for_from_outside():
     text = page(TASK)
     assert not re.search(r"https?://|src=|@import|fetch\(|XMLHttpRequest|<link", text)
+    data = json.loads(re.search(r"const D = (.*), COLORS = ", text).group(1))
+    layout = layout_of(TASK, *CHOSEN[1])
+    *row, options = data["rows"][",".join(map(str, CHOSEN[1]))]
+    assert row == pytest.approx(numbers(TASK, layout), rel=1e-3) and options == layout.options()
+    assert data["reasons"][data["rows"][",".join(map(str, REFUSED))]] == layout_of(TASK, *REFUSED)
+    assert data["start"] == dict(zip(AXES, (1, 1, 1, 1, 1, 1, "none"), strict=True)) and data["room"] == TASK.memory
+    assert (data["axes"]["pp"], data["axes"]["ep"]) == ([1, 2, 4, 8], [1, 2, 4])
+    rows = drawing(2, 2)
+    assert len(rows) == 2 * 2 * 2 and max(begin + length for *_, begin, length in rows) == pytest.approx(1, abs=1e-3)
+    assert {(back, length) for _, back, _, length in rows} == {(0, 0.1111), (1, 0.2222)}
     script = plan_page.PAGE.split("<script>")[1]
     assert not re.search(r"hidden|bandwidth|tflops|layers|latency|head_dim", script)

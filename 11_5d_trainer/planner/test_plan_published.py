@@ -78,6 +78,19 @@ def test_more_replicas_cost_what_the_playbook_measured_and_not_nothing():
         assert got == pytest.approx(run.published, rel=0.13), run.layout
 
 
+def test_nine_in_ten_of_the_held_out_runs_lie_in_the_interval_and_pairs_close_together_are_not_ordered(monkeypatch):
+    low, high = pp.error_bar()
+    ratios = [1 + pp.deviations(f)[i] for f in pp.families() if f.use == pp.HELD_OUT for i in f.counted]
+    assert 0.9 <= sum(low <= each <= high for each in ratios) / len(ratios) < 0.95
+    assert pp.after_one_run([0.1, 0.21, -0.45]) == pytest.approx([0, 0.1, -0.5])
+    assert pp.three([0.1, -0.3, 0.05]) == [15.0, -5.0, -30.0]
+    family = FAMILIES["Megatron 2022, table 5"]
+    assert pp.deviations(family, pp.now()) == pytest.approx(pp.deviations(family))
+    runs = [dataclasses.replace(family.runs[0], measure=pp.MEASURES[0], published=each) for each in (1.0, 1.04, 2.0)]
+    monkeypatch.setattr(pp, "predicted", lambda _: [1.0, 3.0, 2.0])
+    assert pp.in_order(dataclasses.replace(family, runs=tuple(runs))) == "1 of 2"
+
+
 def test_published_seconds_become_tokens_per_second_of_one_gpu():
     first = FAMILIES["Megatron 2022, table 5"].runs[0]
     assert first.as_throughput() == pytest.approx(4 * 2048 / 8 / 1.42)
@@ -156,6 +169,10 @@ def test_stage_3_gathers_twice_and_reduces_once_for_every_micro_batch():
     deep = Layout(dp=64, pp=2, zero=2, micro_batches=5, precision="bf16-master")  # a pipeline reduces once
     shown, _ = data_parallel(deep, cluster, 0.0, 0.0)
     assert shown == pytest.approx(one_way(deep, cluster, "reduce_scatter") + one_way(deep, cluster, "all_gather"))
+    for zero, stages, covered in ((1, 1, 2e-3), (2, 1, 5 * 2e-3), (3, 1, 5 * 3e-3), (2, 2, 2e-3)):
+        short = Layout(dp=64, zero=zero, pp=stages, micro_batches=5, precision="bf16-master")
+        _, hidden = data_parallel(short, cluster, 1e-3, 2e-3)
+        assert hidden["data parallel"] == pytest.approx(covered), "stage 3 also gathers behind forward"
 
 
 def test_what_hides_still_slows_the_computation_by_the_fitted_share():
@@ -176,6 +193,7 @@ def test_every_bucket_pays_for_all_hops_of_its_ring():
     slow = plain(latency_us=1000.0, outside_gb_per_s=1e9, inside_gb_per_s=1e9)
     assert slow.seconds(Flow("reduce_scatter", "data", 1.0, 64), 1) == pytest.approx(63e-3)
     assert slow.seconds(Flow("all_reduce", "data", 1.0, 64), 1) == pytest.approx(12e-3)  # a tree: up and down
+    assert slow.seconds(Flow("all_to_all", "ulysses", 1.0, 64, 3), 1) == pytest.approx(3e-3)
     layout = Layout(dp=64, zero=1, precision="bf16-master", bucket_bytes=2**30)
     buckets = 2 * plan_time.rough_parameters(LLAMA3_8B, None, layout) / 2**30
     shown, _ = data_parallel(layout, slow, 0.0, 0.0)
@@ -187,6 +205,9 @@ def test_the_output_layer_multiplies_three_times_as_every_product_does():
     rate = 794.5e12 * cluster.ceiling
     one = plan_time.one_block(LLAMA3_8B, None, layout, cluster)
     assert one.vocabulary == pytest.approx(3 * 2 * 4096 * 4096 * 128256 / rate, rel=1e-3)
+    real = plan_time.one_block(LLAMA3_8B, None, layout, dataclasses.replace(cluster, memory_gb_per_s=3350))
+    moved = 6 * 4 * 4096 * 128256  # logits in fp32, written and read, and twice that in backward
+    assert real.vocabulary - one.vocabulary == pytest.approx(moved / 3350e9, rel=1e-3)
 
 
 def test_full_recomputation_runs_a_whole_forward_again():
@@ -196,8 +217,20 @@ def test_full_recomputation_runs_a_whole_forward_again():
         parts = step_time(LLAMA3_8B, None, layout, cluster).parts
         one = plan_time.one_block(LLAMA3_8B, None, layout, cluster)
         assert parts["recomputation"] == pytest.approx(3 * 32 * one.forward)
+        selective = step_time(LLAMA3_8B, None, dataclasses.replace(layout, recompute="selective"), cluster).parts
+        _, core, _ = plan_time.flops_of(LLAMA3_8B, 1, 4096)
+        assert selective["recomputation"] == pytest.approx(3 * 32 * cluster.core(core / share, 128))
         states = sum(held(LLAMA3_8B, None, layout).values())
         assert parts["update"] == pytest.approx(2 * states / 3350e9), "read and written once"
+
+
+def test_tensor_ranks_add_four_times_in_a_layer_and_at_the_ends_that_a_rank_holds():
+    n = 4096 * 4096 * 2
+    for stages, ends in ((1, 2), (2, 1)):
+        layout = Layout(tp=8, pp=stages, seq_len=4096, micro_batches=3, precision="bf16-master")
+        parts = step_time(LLAMA3_8B, None, layout, plain(), simulated=False).parts
+        payload = 3 * ((4 * 32 / stages + ends) * n + 3 * 4096 * 4)  # and three numbers of each token for the softmax
+        assert parts["tensor parallel"] == pytest.approx(2 * 7 / 8 * payload / 450e9, rel=1e-6), stages
 
 
 def test_fp32_is_timed_at_the_peak_of_fp32():

@@ -4,8 +4,9 @@ import planner_paths  # noqa: F401  finds the trainer and the chapters
 import plan
 import plan_rules
 import pytest
-from plan_search import exact
-from plan_time import read_cluster
+from plan_memory import Layout
+from plan_search import Candidate, Counter, Found, exact
+from plan_time import Step, read_cluster
 
 CLUSTER = read_cluster("h100-400g")
 
@@ -21,6 +22,23 @@ def test_a_way_of_the_playbook_is_tried_as_it_says_and_fits(way):
     assert (layout.tp, layout.pp > 1, layout.zero, layout.cp) == (tp, deep, zero, 1)
     assert layout.ranks == 16 and layout.global_batch == plan_rules.BATCH
     assert found.peak <= task.memory and exact(task, layout).step.seconds == found.step.seconds
+
+
+def test_a_way_is_beside_the_fastest_and_a_rule_may_be_a_way_that_the_search_has_not_kept(monkeypatch):
+    def candidate(seconds, **axes):
+        return Candidate(Layout(**axes), Step({"update": seconds}, {}, 1.0), 0, "")
+
+    deep, plain, slow = candidate(1.0, dp=4, pp=2), candidate(1.04, dp=8), candidate(1.5, tp=8)
+    ways = {(1, False, 3): plain, (8, False, 1): slow}
+    monkeypatch.setattr(plan_rules, "search", lambda task: Found([deep], 0, 0, Counter(), None))
+    monkeypatch.setattr(plan_rules, "fastest", lambda task, way: ways.get(way))
+    case = ("< 10B", 8, ("8B",), ("ZeRO-3", "tensor parallel of 8", "tp 8 and ZeRO-3"))
+    rows = plan_rules.rows(CLUSTER, (case,))
+    assert {tuple(row[:4]) for row in rows} == {("< 10B", 8, "8B", "data parallel")}
+    assert [row[5:7] + row[8:] for row in rows] == [
+        [1.04, "ZeRO-3", 1.04], [1.04, "tensor parallel of 8", 1.5], [1.04, "tp 8 and ZeRO-3", ""]
+    ]  # fmt: skip
+    assert rows[2][7] == plan_rules.NONE
 
 
 @pytest.mark.prove

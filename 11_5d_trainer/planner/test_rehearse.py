@@ -36,9 +36,9 @@ from plan_memory import Layout  # noqa: E402
 from plan_time import Cluster, read_cluster, width_of  # noqa: E402
 from plan_traffic import by_collective, flows  # noqa: E402
 from rehearse import main, rehearse, report, twins  # noqa: E402
-from rehearse_match import Finding, differ, match  # noqa: E402
+from rehearse_match import Finding, check_twins, differ, few, match, nth  # noqa: E402
 from rehearse_rank import Op, Recorded  # noqa: E402
-from rehearse_time import on_the_clock  # noqa: E402
+from rehearse_time import Slice, on_the_clock, tracks  # noqa: E402
 from split_backward import python_nodes_own_their_graph  # noqa: E402
 
 SIZES = LlamaConfig(vocab_size=256, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
@@ -125,6 +125,38 @@ def test_the_clock_counts_half_of_the_pairs_under_a_mask_and_all_without():
     for last, pairs in ((0, 16 * 48 / 2), (48, 16 * 48)):  # of a ring, a block of earlier tokens has no mask
         seconds = rehearse_rank.seconds_of_kernel("forward_kernel", ((q,), (k,), last, 1.0), cluster)
         assert seconds == cluster.core(2 * 2 * 2 * 4 * pairs * 64, 64)
+    q, k = (torch.empty(2, tokens, 4, 64, device="meta") for tokens in (16, 16))
+    for kernel, dq, products in (("dq_kernel", None, 3), ("dkdv_kernel", None, 4), ("dkdv_kernel", (q,), 5)):
+        given = ((q,), (k,), *[None] * 6, dq, 0, 1.0)
+        seconds = rehearse_rank.seconds_of_kernel(kernel, given, cluster)
+        assert seconds == cluster.core(2 * products * 2 * 4 * 16 * 16 / 2 * 64, 64), (kernel, dq)
+    assert rehearse_rank.seconds_of_kernel("norm", ((q, 16), k, 3), cluster) == cluster.elementwise(2 * q.nbytes)
+
+
+def test_an_operator_on_the_clock_takes_the_bytes_that_it_reads_and_writes_and_a_view_none():
+    x = torch.empty(8, 4, device="meta")  # 128 bytes
+    aten = torch.ops.aten
+    for operator, given, moved in (
+        (aten.add.Tensor, (x, x), 3), (aten.add_.Tensor, (x, x), 2), (aten.cat.default, ([x, x],), 4),
+        (aten.view.default, (x, [32]), 0),
+    ):  # fmt: skip
+        out = operator(*given)
+        rehearse_rank.FRESH[operator] = rehearse_rank.returns_new_tensors(operator)
+        assert rehearse_rank.seconds_of(operator, given, out, cluster()) == pytest.approx(128 * moved), operator
+    assert len({rehearse_rank.described((value,)) for value in (1, 1.0, True)}) == 3
+
+
+def test_what_a_rank_sends_of_a_broadcast_and_of_an_all_to_all_depends_on_its_place():
+    line = dataclasses.replace(op("broadcast", (4, 5, 6, 7)), detail="root 1")
+    assert [rehearse_rank.wire(line, rank) for rank in (4, 5, 6, 7)] == [0, 16, 16, 16]
+    uneven = op("all_to_all", (4, 5), splits=([1, 3], [2, 2]))
+    assert [rehearse_rank.wire(uneven, rank) for rank in (4, 5)] == [12, 4]
+    others = [rehearse_rank.wire(op(name, (4, 5), peer=1), 4) for name in ("send", "recv", "barrier")]
+    assert others == [16, 0, 0] and rehearse_rank.wire(op("all_reduce", (0, 1, 2, 3)), 0) == 24
+    six, four = (torch.empty(rows, 2, device="meta") for rows in (6, 4))
+    cut = {"input": six, "output": four, "input_split_sizes": [2, 4], "output_split_sizes": [1, 3]}
+    assert rehearse_rank.splits_of(cut, 2) == ([4, 8], [2, 6])
+    assert rehearse_rank.splits_of({"input": six, "output": six[:0]}, 2) == ([6, 6], [0, 0])
 
 
 # ----------------------------------------------------------------------------------------- beside ranks that really run
@@ -444,6 +476,29 @@ def test_two_ranks_that_each_wait_for_the_others_group_are_a_circle_and_started_
     assert match({0: run_of(0, (a, b)), 1: run_of(1, (b, a))}) is None
 
 
+def test_the_last_of_three_ranks_that_calls_something_else_is_found():
+    a = op("all_reduce", (0, 1, 2))
+    for change, says in (
+        ({"name": "all_gather"}, "two different collectives meet"),
+        ({"dtype": torch.bfloat16}, "their dtypes differ"),
+        ({"detail": "max"}, "one is not the other's"),
+        ({"numel": 5}, "their sizes differ"),
+    ):
+        found = match({0: run_of(0, a), 1: run_of(1, a), 2: run_of(2, dataclasses.replace(a, **change))})
+        assert found is not None and found.kind == "mismatch" and found.text.startswith(says), change
+    short = match({0: run_of(0, a, a), 1: run_of(1, a, a), 2: run_of(2, a)})
+    assert short is not None and short.kind == "deadlock" and "rank 2 has ended without it" in short.text
+    assert [nth(k - 1) for k in (1, 2, 3, 4, 11, 13)] == ["1st", "2nd", "3rd", "4th", "11th", "13th"]
+    assert [nth(k - 1) for k in (21, 112)] == ["21st", "112th"]
+    assert [few(range(n)) for n in (8, 9)] == ["(0, 1, 2, 3, 4, 5, 6, 7)", "(0, 1, 2 ... 8: 9 ranks)"]
+
+
+def test_ranks_that_were_run_stand_for_others_only_inside_of_every_group():
+    apart = check_twins({0: run_of(0, op("all_reduce", (0, 3))), 2: run_of(2)}, lambda rank: rank - rank % 2)
+    assert "rank 3 is in the group (0, 3), and rank 2" in apart
+    assert "rank 1 was run, and it stands for no rank" in check_twins({1: run_of(1)}, lambda rank: 0)
+
+
 def test_messages_between_two_ranks_are_matched_in_order_and_a_batch_has_none():
     pair = (0, 1)
     send, receive = (lambda n, peer: op("send", pair, n, peer)), (lambda n, peer: op("recv", pair, n, peer))
@@ -503,6 +558,9 @@ def test_a_collective_that_a_rank_starts_and_never_waits_for_is_left_over():
     found = match({0: lonely, 1: run_of(1)})
     assert found is not None
     assert found.kind == "left over"
+    unread = run_of(0, op("send", (0, 1), peer=1))
+    unread.program.pop()
+    assert "whose other side never comes" in match({0: unread, 1: run_of(1)}).text
 
 
 # ------------------------------------------------------------------------------------------------------- the clock
@@ -536,6 +594,10 @@ def test_a_collective_hides_behind_what_is_computed_before_its_wait_and_the_rest
     assert [sum(timeline.exposed[rank].values()) for rank in (0, 1)] == [13 - 4, 13 - 11]
     sums = [(piece.begin, piece.end) for piece in timeline.slices if piece.name == "all_reduce"]
     assert sums == [(5, 13), (5, 13)]
+    built = {rank: dataclasses.replace(run, step_from=1) for rank, run in ranks.items()}
+    assert on_the_clock(built, lambda rank: rank, "nccl", cluster()).seconds == 11, "before the step no time passes"
+    with pytest.raises(ValueError, match="has ended without it"):
+        on_the_clock({0: ranks[0], 1: timed(1)}, lambda rank: rank, "nccl", cluster())
 
 
 @pytest.mark.parametrize(("ranks", "seconds"), [((6, 7), 1), ((0, 8), 2)])
@@ -547,6 +609,8 @@ def test_a_message_is_as_far_as_its_ranks_in_the_world(ranks, seconds):
         for rank, name, peer in zip(ranks, ("send", "recv"), (1, 0), strict=True)
     }
     assert on_the_clock(both, lambda rank: rank, "nccl", near).seconds == seconds
+    sums = {rank: timed(rank, (0, op("all_reduce", ranks, numel=2)), (0, 0)) for rank in ranks}
+    assert on_the_clock(sums, lambda rank: rank, "nccl", near).seconds == seconds
 
 
 def test_collectives_of_one_group_come_one_after_the_other_and_of_two_groups_at_once():
@@ -555,6 +619,13 @@ def test_collectives_of_one_group_come_one_after_the_other_and_of_two_groups_at_
     for second, seconds in ((dataclasses.replace(a), 16), (b, 8)):
         both = {rank: timed(rank, (0, a), (0, second), (0, 0), (0, 1)) for rank in (0, 1)}
         assert on_the_clock(both, lambda rank: rank, "nccl", cluster()).seconds == seconds
+    pairs = {  # messages share no line: both are under way at once
+        rank: timed(rank, *[(0, op(name, (0, 1), numel=2, peer=1 - rank)) for _ in range(2)], (0, 0), (0, 1))
+        for rank, name in enumerate(("send", "recv"))
+    }
+    assert on_the_clock(pairs, lambda rank: rank, "nccl", cluster()).seconds == 8
+    spans = [(0, "pp", 0, 2), (0, "pp", 1, 3), (0, "pp", 2, 4), (0, "tp", 1, 2), (1, "pp", 1, 2)]
+    assert tracks([Slice(rank, lane, "", begin, end) for rank, lane, begin, end in spans]) == [0, 1, 0, 0, 0]
 
 
 def test_with_free_messages_the_bubble_of_1f1b_is_that_of_its_formula():
@@ -662,6 +733,24 @@ def test_the_command_prints_the_table_and_pass(capsys):
     assert said.splitlines()[-1] == "PASS"
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_planner_sends_as_the_backend_does_and_has_no_seconds_for_a_plain_ring(backend):
+    done = rehearse(config(zero=1), SIZES, 2, backend=backend, cluster=cluster())
+    (run,) = done.runs.values()
+    _, sent = rehearse_module.planned(done, run)
+    assert dict(run.sent()) == pytest.approx(sent) and ("send" in sent) == (backend == "gloo")
+    assert any(line.endswith(f"; the planner says {done.step.seconds:.3f} s") for line in report(done))
+    ring = rehearse(config(cp=2, cp_kind="ring"), SIZES, 2, backend=backend, cluster=cluster())
+    said = "\n".join(report(ring))
+    assert ring.step is None and " %" in said and "the planner" not in said.split("a step takes")[1]
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(8, 1), (9, 2), (16, 2)])
+def test_a_cluster_has_as_many_nodes_as_the_ranks_need(ranks, nodes):
+    args, _ = rehearse_module.arguments(["--ranks", str(ranks), "--cluster", "h100x8"])
+    assert rehearse_module.cluster_of(args).nodes == nodes
+
+
 def test_a_finding_is_printed_and_the_exit_code_is_1(capsys):
     with patch.object(rehearse_module, "match", lambda *_: Finding("deadlock", "rank 0 waits for rank 1")):
         assert main(["--ranks", "1", "--seq-len", "16", "--global-batch", "8"]) == 1
@@ -685,6 +774,8 @@ def test_a_finding_is_printed_and_the_exit_code_is_1(capsys):
         ("--experts 4 --dispatch once --micro-batch 1", "--dispatch once cannot be rehearsed"),
         ("--model gpt-9", "--model gpt-9 is unknown"),
         ("--ranks 0", "--ranks 0 must be at least 1"),
+        ("--plan --tokens 0", "--tokens 0 must be at least 1"),
+        ("--processes 0", "--processes 0 must be at least 1"),
         ("--tokens 8192", "--tokens is for --plan"),
         ("--no-such-option 7", "--no-such-option"),
         ("--backend mpi", "--backend"),

@@ -129,6 +129,7 @@ OPTIONS = [
     ("--schedule zb-h1", "--schedule zb-h1: there is no pipeline; add --pp 2, or leave it out"),
     ("--stages-per-rank 2", "--stages-per-rank 2: there is no pipeline; add --pp 2, or leave it out"),
     ("--cp-kind ring", "--cp-kind ring: each rank has whole sequences; add --cp 2, or leave it out"),
+    ("--bias-speed 0.1", "--bias-speed 0.1: there are no experts; add --experts 8, or leave it out"),
 ]
 FILES = [
     ("--data {d}none", "--data {d}none does not exist; give a text file, a folder or a .bin of tokens"),
@@ -160,6 +161,7 @@ FILES = [
     ("--options {d}value.toml", "--micro-batch 0 must be at least 1"),
     ("--resume {d}unfinished/best", "--resume {d}unfinished/best: no checkpoint of {d}unfinished was validated; use"),
     ("--out {d}run", "--out {d}run holds a run already; use --resume {d}run, or another folder"),
+    ("--out {d}unfinished", "--out {d}unfinished holds a run already; use --resume {d}unfinished, or another"),
     ("--out {d}empty.txt/x", "--out {d}empty.txt/x cannot be written to (Not a directory)"),
     ("--resume {d}none", "--resume {d}none holds no complete checkpoint; give a run folder or a checkpoint in"),
     ("--resume {d}unfinished", "--resume {d}unfinished holds no complete checkpoint; give a run folder"),
@@ -204,6 +206,7 @@ SIZES = [
     ),
     ("--sequence-parallel", "--sequence-parallel cuts over tensor-parallel ranks, and --tp is 1; use --tp 2"),
     ("--tp 2 --sequence-parallel --seq-len 65", "--tp 2: 2 tensor-parallel ranks do not divide sequence 65", 2),
+    ("--tp 2 --cp 2 --cp-kind ring --sequence-parallel --seq-len 66", "--tp 2: 2 tensor-parallel ranks do not div", 4),
     ("--pp 8", "--pp 8 --schedule 1f1b --stages-per-rank 1: 4 layers are too few for 8 stages; use fewer stages", 8),
     ("--pp 2 --schedule zb-v", "--pp 2 --schedule zb-v --stages-per-rank 1: zb-v: 1 stages per rank; use 2, one on", 2),
     (
@@ -311,6 +314,7 @@ KERNELS = [
             ("--pp 2 --schedule zb-h1", "--schedule zb-h1, which runs a block's backward in its own way", 2),
             ("--fpdt-chunks 2", "--fpdt-chunks 2, which runs a block's backward in its own way"),
             ("--recompute full", "--recompute full, which runs a block's backward in its own way"),
+            ("--recompute selective", "--recompute selective, which runs a block's backward in its own way"),
             ("--precision fp8-row", "--precision fp8-row, which keeps its scales from step to step"),
             ("--kernels triton", "--kernels triton, which brings kernels that are compiled already"),
         )
@@ -348,6 +352,7 @@ def test_bad_input_is_refused_in_one_line_before_any_process_group(tmp_path, tex
         said, start = refusal(words, *ranks), start.format(d=f"{tmp_path}/", text=text)
         assert said.startswith(start), f"{line}: {said}"
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+    train.prepare(["--data", f"{tmp_path}/tokens", "--out", f"{tmp_path}/tokens/run"], 1)  # which are not read as text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -362,6 +367,8 @@ def test_more_ranks_than_gpus_are_refused_on_every_rank_for_the_first_alone_spea
         with pytest.raises(UsageError, match="--nproc_per_node 4 is more than the 1 GPU.* or use --device cpu"):
             train.find_device("auto", local_rank)
         assert train.find_device("cpu", local_rank).type == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # as many as there are ranks
+    assert [train.find_device("auto", rank) for rank in (0, 3)] == [torch.device("cuda", rank) for rank in (0, 3)]
 
 
 @pytest.mark.parametrize(
@@ -405,6 +412,17 @@ def test_options_come_from_a_file_and_the_command_line_wins(text, tmp_path):
     file.write_text(f'data = "{text}"\nsteps = 50\nmin-lr = 0\ntied = true\ntp_overlap = "none"\nseq_len = 64')
     config = train.prepare(["--seq-len", "32", "--options", str(file), "--no-tied"], 1).config
     assert (config.steps, config.min_lr, config.tied, config.seq_len, config.data) == (50, 0.0, False, 32, text)
+    stored = tmp_path / "config.json"  # of a run, which notes the options that it left alone, too
+    about = Config(out="there", resume="run", evaluate=True, steps=50, hidden=64, experts=4)
+    stored.write_text(json.dumps(dataclasses.asdict(about)))
+    given = parse(["--options", str(stored), "--steps", "40"])
+    assert (given["steps"], given["hidden"], given["experts"], given["seq_len"]) == (40, 64, 4, 128)
+    assert not given.keys() & {"out", "resume", "restart", "evaluate", "show_mesh", "preset", "layers", "tied", "top_k"}
+
+
+def test_values_at_their_limits_are_taken():
+    Config(seed=2**40, bucket_mib=2.0**20, timeout=1.0, min_lr=3e-3, steps=50, warmup=30, decay_steps=20).check()
+    Config(seed=-(2**40), timeout=1e7, beta1=0.0, steps=30, warmup=30).check()
 
 
 @pytest.mark.prove
@@ -544,6 +562,9 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
     assert need("--zero 3 --zero-shards 2", 4)["weights"] == whole["weights"] / 2
     wide = "--zero 2 --precision bf16-master"
     assert need(f"{wide} --accumulate-dtype fp32", 4)["gradients"] == 2 * need(wide, 4)["gradients"]
+    assert need(wide, 4)["AdamW's states"] == 1.5 * need("--zero 2", 4)["AdamW's states"], "with fp32 masters"
+    adapted = need("", 4, lora_rank=2)
+    assert adapted["gradients"] == adapted["weights"] - whole["weights"] > 0, "of the adapters alone"
     assert 0.5 < need("--tp 2", 4)["weights"] / whole["weights"] < 0.51  # norms are not cut
     assert need("--pp 2", 4)["weights"] < 0.6 * whole["weights"]
     assert need("--pp 2", 2, layers=3)["weights"] > need("", 2, layers=3)["weights"] / 2, "two layers on a stage"
@@ -565,11 +586,27 @@ def test_a_model_that_no_rank_can_hold_is_refused_with_the_estimate(preset, text
     train.prepare(["--data", text], 1)
 
 
-def test_the_memory_of_a_rank_is_its_share_of_the_machine(monkeypatch):
+def test_the_memory_of_a_rank_is_its_share_of_the_machine(tmp_path, monkeypatch):
     whole = checks.memory_of_a_rank(torch.device("cpu"))
     assert 10**8 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert checks.memory_of_a_rank(torch.device("cpu")) == whole // 4
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{10**8}\n")
+    monkeypatch.setattr(checks, "Path", lambda name: limit)
+    assert checks.memory_of_a_rank(torch.device("cpu")) == 10**8 // 4, "a container has less than its machine"
+
+
+def test_what_is_offloaded_has_to_fit_into_the_machine_and_weights_into_the_gpu(monkeypatch):
+    config, gpu = Config(zero=2, zero_offload=True), torch.device("cuda", 0)
+    need = checks.least_bytes(config, fuzz.SIZES, 1)
+    fits = {"cuda": need["weights"], "cpu": need["gradients"] + need["AdamW's states"]}
+    monkeypatch.setattr(checks, "memory_of_a_rank", lambda place: fits[place.type])
+    checks.check_memory(config, fuzz.SIZES, 1, gpu)
+    for short, line in (("cpu", r"\(gradients "), ("cuda", r"\(weights ")):
+        fits[short] -= 1
+        with pytest.raises(UsageError, match=line):
+            checks.check_memory(config, fuzz.SIZES, 1, gpu)
 
 
 def test_weights_that_zero_3_would_cut_have_to_fit_before_it_does(text, monkeypatch):

@@ -25,6 +25,8 @@ def test_in_the_terminal_each_loss_is_in_its_column_and_its_row():
     assert drawn[4] == "        |     ."  # step 5: 3.0
     assert drawn[9] == "        +" + "-" * 11 and drawn[10] == "         0   step 10"
     assert all(line.isascii() for line in drawn)
+    late = [{"step": step, "loss": 5.0} for step in (1_234_567, 7_654_321)]
+    assert "1234567" + "step 7654321".rjust(65) in curve.in_terminal(late)
 
 
 def test_the_picture_has_every_point_where_the_axes_say_it_is():
@@ -35,6 +37,12 @@ def test_the_picture_has_every_point_where_the_axes_say_it_is():
     dots = [(float(c.get("cx")), float(c.get("cy"))) for c in picture.iter(f"{name}circle")]
     assert dots == [(56.0, 34.0), (356.0, 134.0)]
     assert picture.get("aria-label") == 'a "run" <1>: loss from 5.000 to 1.000 nats per token in 10 steps'
+    said = [(text.get("y"), text.text) for text in picture.iter(f"{name}text")]
+    assert said[1:5] == [("38", "5.00"), ("134", "1.00"), ("156", "0"), ("156", "step 10")]
+    falling = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
+    assert "loss from 4.000 to 3.000 nats" in curve.as_svg(falling, "run"), "of a run without a validation"
+    validated = [{"step": 2, "val_loss": 3.5}]
+    assert "loss from 4.000 to 3.500 nats" in curve.as_svg([*falling, *validated], "run"), "the last validation"
 
 
 def test_a_loss_that_is_not_finite_and_a_log_of_one_line_can_be_drawn():
@@ -43,6 +51,18 @@ def test_a_loss_that_is_not_finite_and_a_log_of_one_line_can_be_drawn():
     assert "2.000 |." in curve.in_terminal(few) and "nan" not in curve.as_svg(few, "run")
     assert ">3</text>" in curve.as_svg(few, "run") and ">step 4</text>" in curve.as_svg(few, "run")
     assert curve.in_terminal([]) == "no loss to draw" and curve.as_svg([], "run") == ""
+
+
+def test_the_command_draws_the_log_of_a_run_whose_last_line_is_half_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG) + '{"step": 11, "lo')
+    monkeypatch.setattr(sys, "argv", ["curve.py", str(tmp_path)])
+    curve.main()
+    assert capsys.readouterr().out == curve.in_terminal(LOG) + "\n"
+    assert (tmp_path / "loss.svg").read_text() == curve.as_svg(LOG, tmp_path.name)
+    (tmp_path / "log.jsonl").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        curve.main()
+    assert capsys.readouterr().err == f"curve.py: {tmp_path} holds no log.jsonl; give the folder of a run\n"
 
 
 @pytest.mark.prove

@@ -40,6 +40,8 @@ DEFAULTS = [  # options, ranks, what they become, a word of what the user hears
     ("--seq-len 127 --pp 2", 2, {"seq_len": 127}, ""),
     ("--precision bf16-master", 1, {"zero": 1}, ""),
     ("--precision bf16-master --zero 2", 1, {"zero": 2}, ""),
+    ("--experts 4 --ep 4 --cp 2", 4, {"ep": 4}, "--lr 0.002"),
+    ("--cp-kind zigzag --top-k 2 --schedule 1f1b", 1, {"lr": 3e-3}, ""),
 ]
 
 
@@ -78,8 +80,11 @@ PRECISIONS = [  # options, has the GPU bf16?, precision, ZeRO
 @pytest.mark.parametrize(("line", "bf16", "precision", "zero"), PRECISIONS, ids=lambda value: str(value) or "plain")
 def test_a_gpu_computes_in_sixteen_bits_where_the_options_allow_it(line, bf16, precision, zero):
     given = parse(line.split())
-    config, _ = settle(fresh(given), given, 10**6, 2, bf16)
+    config, said = settle(fresh(given), given, 10**6, 2, bf16)
     assert (config.precision, config.zero) == (precision, zero)
+    chosen = bf16 is not None and "precision" not in given
+    told = f"--precision {precision} --zero {zero}, as on a GPU with{'' if bf16 else 'out'} bf16"
+    assert said == [told] * chosen
     config.check_layout(train.PRESETS["tiny"], 2)  # it is one that the trainer takes
 
 

@@ -187,6 +187,15 @@ def test_fp8_that_diverges_and_an_unknown_token_end_a_run_in_one_line(text, tmp_
         assert code == 3 and re.fullmatch(rf"train.py: rank 0: {line}\n", said), said
 
 
+def test_a_run_that_was_stopped_early_ends_with_130_on_every_rank_and_one_says_how_to_go_on(monkeypatch, capsys):
+    plan = types.SimpleNamespace(config=Config(steps=5))
+    for done, rank, code, said in ((5, 0, 0, ""), (3, 1, 130, ""), (3, 0, 130, "\nstopped; go on with --resume run\n")):
+        monkeypatch.setattr(train.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(train, "train", lambda *_, done=done: [{"step": 1}, {"step": done}])
+        assert train.run_to_its_end(plan, Path("run"), train.Stop()) == code
+        assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_a_rank_that_meets_no_other_ends_in_one_line_and_a_validation_at_a_signal(evaluate, monkeypatch, capsys):
     handlers, asked = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, []

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import checkpoint
 import data
@@ -231,6 +232,10 @@ def test_a_folder_goes_through_a_run_with_every_size_it_came_with(kind, text, tm
     hf.export(run_folder, str(tmp_path / "out"))
     assert hf.read_sizes(str(tmp_path / "out")) == hf.read_sizes(folder)
     assert hf.read_sizes(folder)[0].rope_theta in (10000.0, 20000.0)
+    for home in (folder, tmp_path / "out"):
+        with torch.no_grad():
+            got, want = read_by_ours(home)(TOKENS), read_by_transformers(home)(TOKENS).logits
+        assert_same(got, want, 1e-5, f"logits of {home}")
 
 
 def changed(folder, **changes):
@@ -314,6 +319,7 @@ def test_the_masters_of_a_bf16_run_begin_and_end_in_fp32(ranks, layout, text, tm
     hf.export(run_folder, str(tmp_path / "out"))  # in the run's own precision
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(back[name], sent[name].bfloat16()) for name in sent)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
@@ -342,6 +348,21 @@ def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
         with pytest.raises(UsageError, match="holds a run, whose config.json would be lost; export to another folder"):
             hf.export(own, target)
         assert (tmp_path / "own" / "config.json").read_text() == before
+
+
+def test_the_command_exports_in_the_dtype_that_was_asked_for_and_says_what_it_wrote_or_why_not(monkeypatch, capsys):
+    export = mock.Mock(return_value="step-000001")
+    monkeypatch.setattr(hf, "export", export)
+    for words, dtype in (([], None), (["--dtype", "bfloat16"], torch.bfloat16)):
+        monkeypatch.setattr(sys, "argv", ["hf.py", "run", "out", *words])
+        hf.main()
+        assert export.call_args == mock.call("run", "out", dtype)
+        assert capsys.readouterr() == ("step-000001 of run written to out\n", "")
+    export.side_effect = OSError(28, "No space left on device", "out/model.safetensors")
+    with pytest.raises(SystemExit, match="2"):
+        hf.main()
+    why = "out/model.safetensors cannot be written (No space left on device); the export is not complete"
+    assert capsys.readouterr().err == f"hf.py: {why}\n"
 
 
 def test_a_mixture_that_no_mixtral_is_is_not_exported(tmp_path):

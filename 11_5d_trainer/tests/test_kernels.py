@@ -9,15 +9,18 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import checks
 import fuzz
+import ops
 import pytest
 import step as step_module
 import torch
 import train
 from harness.ranks import run_ranks
 from harness.reference import assert_same
+from harness.reference import numbers as drawn
 from harness.report import ROOT
 from layouts import options, whole_gradients
 from llama import LlamaConfig
@@ -70,12 +73,67 @@ def several_in_one():
         made = make_parts(mesh, **how)
         names = ("linears", "add_norm", "linear_cross_entropy")
         found[kernels, precision, tp, pp] = {name for name in names if getattr(made, name) is not None}
+        assert (made.linear is ops.linear_fp16) == (precision == "fp16"), precision
+        assert getattr(made.linear, "recipe", None) is ops.RECIPES.get(ops.FP8.get(precision)), precision
     return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 def test_functions_that_stand_for_several_are_used_by_the_rule_that_parts_py_states():
     assert run_ranks(1, several_in_one) == [SEVERAL]
+
+
+def test_each_kind_of_context_parallel_gets_its_groups_its_layout_and_its_attention(monkeypatch):
+    for name in ("usp", "ulysses", "ring_attention", "allgather_attention"):
+        monkeypatch.setattr(ops, name, lambda *given, name=name: (name, *given))
+    mesh = types.SimpleNamespace(groups={"ring": "R", "ulysses": "U"})
+    assert {kind: ops.attention_over_ranks(mesh, kind, "local", "whole") for kind in ops.LAYOUTS} == {
+        "allgather": ("allgather_attention", "R", "zigzag", "local"),
+        "ring": ("ring_attention", "R", "contiguous", "local"),
+        "zigzag": ("ring_attention", "R", "zigzag", "local"),
+        "ulysses": ("ulysses", "U", "whole"),
+        "usp": ("usp", "U", "R", "zigzag", "local"),
+    }
+    assert ops.attention_over_ranks(mesh, "ulysses", "local", None) == ("ulysses", "U")
+
+
+def test_fp8_hears_of_a_step_that_is_taken_and_of_one_that_is_left_out():
+    linear = mock.Mock(spec=ops.Fp8Linear)
+    ops.leave_out_step(ops.Parts(linear=linear))
+    ops.end_step(ops.Parts(linear=linear))
+    assert [name for name, *_ in linear.method_calls] == ["leave_out_step", "end_step"]
+
+
+def with_torchs_products_in_cuda_parts():
+    """A linear layer of cuda_parts.py whose products torch computes, with both sides trained or one of them frozen."""
+    import cuda_parts
+
+    products, each_one = [], (cuda_parts.RUNG, torch.bfloat16, torch.bfloat16)
+
+    def product(a, b, rung):
+        products.append((rung, a.dtype, b.dtype))
+        return (a.float() @ b.float()).bfloat16()
+
+    x, weight, dy = (drawn(*shape, seed=len(shape), dtype=torch.float32) for shape in ((2, 3, 8), (4, 8), (2, 3, 4)))
+    X, W, DY = (each.bfloat16().double() for each in (x, weight, dy))
+    want = (X @ W.t(), DY @ W, DY.flatten(0, 1).t() @ X.flatten(0, 1))
+    with mock.patch.multiple(cuda_parts, matmul=product, flash_attention=lambda *qkv, **how: (qkv, how)):
+        for trained in ((True, True), (True, False), (False, True)):
+            products.clear()
+            given = [each.clone().requires_grad_(wanted) for each, wanted in zip((x, weight), trained, strict=True)]
+            y = cuda_parts.linear(*given)
+            y.backward(dy.bfloat16())
+            assert y.dtype == torch.bfloat16 and products == [each_one] * (1 + sum(trained))
+            assert_same(y, want[0], 1e-2, "output")
+            for each, gradient, wanted in zip(given, want[1:], trained, strict=True):
+                assert_same(each.grad, gradient if wanted else None, 1e-2, f"gradient, trained {trained}")
+        qkv, how = cuda_parts.attention(x, x, x, causal=False)
+    assert {x.dtype for x in qkv} == {torch.bfloat16} and how == {"causal": False, "version": cuda_parts.CUDA}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_a_linear_layer_in_cuda_has_the_gradients_of_torchs_and_makes_no_product_for_a_frozen_side():
+    run_ranks(1, with_torchs_products_in_cuda_parts)
 
 
 def with_several_in_one(words, want):
@@ -224,10 +282,11 @@ def test_low_precision_in_a_layout_is_as_near_to_fp32_as_on_one_rank(precision, 
 
 
 def test_in_fp16_a_step_that_overflows_is_left_out_on_all_ranks_and_the_scale_is_halved(text, tmp_path):
-    words = arguments(text, precision="fp16", steps=6, loss_scale=2.0**40, micro_batch=4)
+    words = arguments(text, precision="fp16", steps=6, loss_scale=2.0**40, micro_batch=4, eval_every=4)
     log, _ = train_on(2, [*words, "--out", str(tmp_path / "run")])
     left_out = [not math.isfinite(norm) for _, norm in losses(log).values()]
     assert left_out[0], "a loss scale of 2^40 overflows fp16"
+    assert [line["step"] for line in log if "val_loss" in line] == [0, 4, 6]
     scales = [line["loss_scale"] for line in log if "loss" in line]
     for before, after, skipped in zip(scales, scales[1:], left_out[1:], strict=False):
         assert after == (before / 2 if skipped else before)
@@ -387,3 +446,10 @@ def test_fp8_is_refused_in_one_line_before_hopper_and_for_widths_that_no_product
     checks.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=96), gpu)
     with pytest.raises(UsageError, match=r"^--precision fp8-block: feed-forward of a rank, 100 numbers, .* use bf16$"):
         checks.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=100), gpu)
+    tp = dataclasses.replace(config, tp=2)
+    wide, narrow = dict(intermediate=96, own_head_dim=24), dict(intermediate=48)
+    for sizes, line in ((wide, "key/value heads of a rank, 24"), (narrow, "feed-forward of a rank, 24")):
+        with pytest.raises(UsageError, match=f"^--precision fp8-block: {line} numbers, are no multiple of 16"):
+            checks.check_kernels(tp, dataclasses.replace(SIZES, hidden=64, **sizes), gpu)
+    experts = dataclasses.replace(tp, experts=2)  # which tensor ranks do not cut
+    checks.check_kernels(experts, dataclasses.replace(SIZES, hidden=64, **narrow), gpu)

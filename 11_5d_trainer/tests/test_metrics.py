@@ -25,8 +25,9 @@ from harness.meter import communication, held_bytes
 from harness.ranks import run_ranks
 from layouts import BOTH_WAYS, SIZES, SPLIT, Layout, covering, options
 from llama import LlamaConfig
-from model import alone
+from model import alone, full_shapes
 from moe_layer import MoEConfig, moe_layers
+from moe_llama import gather_experts
 from options import Config, UsageError, parse
 from plan_traffic import flows, passes_of
 from rehearse_rank import built
@@ -283,7 +284,10 @@ def test_the_summary_tells_loss_speed_memory_and_bytes_per_axis(text, tmp_path):
     # 4 micro-batches: 4 L + 2 all-reduces of [2, 16, 32] in float64, and three numbers for each of 32 tokens.
     tp = 4 * ((4 * 2 + 2) * 2 * 16 * 32 * 8 + 3 * 32 * 8)
     assert sent.split(maxsplit=4)[4] == f"tp {tp / 1e6:.2f} MB, world 8 B"
-    assert last.startswith("validation loss ")
+    first, end = log[0]["val_loss"], log[-1]["val_loss"]
+    bits = f"({end / math.log(2):.3f} bits per byte) after 3 steps, "
+    assert last.startswith(f"validation loss {first:.3f} -> {end:.3f} nats per token {bits}"), last
+    assert "in 3 steps" in (tmp_path / "run" / "loss.svg").read_text()
 
 
 def test_tensorboard_is_an_extra_and_its_absence_is_told_in_one_line(text, monkeypatch):
@@ -405,6 +409,13 @@ def test_a_run_on_token_ids_is_prompted_with_ids_though_its_data_are_gone(text, 
 def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, tmp_path, monkeypatch, capsys):
     _, folder = train_on(1, arguments(text, steps=1, warmup=0, experts=4, capacity=1, out=tmp_path / "run"))
     assert {layer.config.capacity for layer in moe_layers(generate.load_model(folder, "cpu")[0])} == {None}
+    _, path, progress, _ = checkpoint.find(folder)
+    sizes = LlamaConfig(**progress.sizes)
+    like = full_shapes(sizes, Config(**progress.config).mixture(sizes))
+    saved = checkpoint.load(path, like, torch.float64)["weights"]
+    model = generate.load_model(folder, "cpu")[0]
+    found = gather_experts(model, {name: p.detach() for name, p in model.named_parameters()}, None)
+    assert len(found) > 2 * 4 * 3 and all(torch.equal(saved[name], weight) for name, weight in found.items())
 
     def said(*words):
         monkeypatch.setattr(sys, "argv", ["generate.py", *words])
@@ -420,6 +431,7 @@ def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, t
     assert code == 2 and err.startswith("generate.py: run ") and err.count("\n") == 1
     greedy = ("--temperature", "0", "--top-k", "3")
     low = (("--top-k", "-1"), ("--top-p", "0"), ("--temperature", "1e-40"))
+    low += (("--temperature", "nan"), ("--temperature", "inf"), ("--seed", str(-(2**63) - 1)), ("--top-p", "1.1"))
     for words in (*low, ("--top-p", "nan"), ("--seed", str(2**63)), greedy):
         code, _, err = said(folder, *words)
         assert code == 2 and err.startswith(f"generate.py: {words[0]} ") and err.count("\n") == 1
@@ -471,6 +483,9 @@ def test_the_cache_of_keys_and_values_changes_no_token_and_computes_each_once(ex
     with mock.patch.object(generate, "choose", lambda *_: next(rows)):
         ended = generate.generate(model, prompt, 12, 0, torch.Generator(), stop={2})
     assert ended[:, 9:].tolist() == [[1, 2], [2, 2]], "until each row has one"
+    with mock.patch.object(generate, "choose", mock.Mock(return_value=torch.ones(2, 1, dtype=torch.int64))) as choose:
+        generate.generate(model.bfloat16(), prompt, 1, 0.9, torch.Generator())
+    assert choose.call_args.args[0].dtype == torch.float32, "tokens are not drawn from 8 bits of a probability"
 
 
 def test_a_new_token_sees_no_more_tokens_than_the_model_was_trained_on():

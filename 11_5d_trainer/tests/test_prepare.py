@@ -20,7 +20,7 @@ from harness.reference import assert_same
 from layouts import whole_gradients
 from llama import IGNORE, Llama
 from options import Config, UsageError
-from sources import checksums
+from sources import checksums, map_file
 from test_train import SIZES, arguments, f64, losses, run, train_on
 
 STORIES = [f"Story {i}: " + "\n".join(f"{i} and {j} is {i + j}." for j in range(3 + i % 17)) for i in range(60)]
@@ -141,6 +141,7 @@ BAD = [  # (the file's contents, options, what is said)
     ("a.txt", b"text\n" * 100, "--workers -1", "--workers -1 must not be negative"),
     ("a.txt", b"text\n" * 100, "{a}:0.5", "some sources have a weight and some have none; give all of them one"),
     ("a.txt", b"text\n" * 100, "{a}:-1", "{a}:-1: a weight must be a positive number"),
+    ("a.txt", b"text\n" * 100, "{a}:inf", "{a}:inf: a weight must be a positive number"),
     ("a.txt", b"text\n" * 100, "{d}/none", "{d}/none does not exist; give text, JSON lines or Parquet files, or a"),
     ("a.txt", b"text\n" * 100, "{d}", "{d} holds 1 text files; with --val-every 10 it needs 10 or more"),
     ("a.jsonl", b'{"messages": []}\n', "--chat", 'line at byte 0: "messages" is no list of objects with "role"'),
@@ -179,6 +180,8 @@ def test_a_folder_that_holds_something_is_not_written_to(stories, capsys, monkey
         (stories / taken).mkdir(exist_ok=True)
         code, _, err = command(capsys, stories / "stories", "--out", stories / taken.removesuffix(".part"))
         assert code == 2 and what in err and err.count("\n") == 1
+    said = command(capsys, stories / "stories", "--out", stories / "stories.jsonl")
+    assert said[0] == 2 and "stories.jsonl is there already and not empty" in said[2], "a file is no folder"
     (stories / "here").mkdir()
     monkeypatch.chdir(stories / "here")  # a user in it would not see the folder that takes its place
     code, _, err = command(capsys, stories / "stories", "--out", ".")
@@ -368,6 +371,10 @@ def test_the_end_of_a_document_is_the_tokenizers_own_or_what_is_asked_for(tokeni
         again = generate.tokenizer_of(Config(), stories / f"run-{eos}" / "tokenizer")
         assert generate.tokenizer_of(Config(tokenizer=str(name)), stories / "old").encode("7") == again.encode("7")
         assert generate.ends_of_text(stories, again) == {eos}
+    both = [stories / "stories", stories / "stories.jsonl", "--field", "story", "--tokenizer", tokenizer]
+    prepared(capsys, *both, "--out", stories / "both")
+    rows = load_corpus(Config(data=str(stories / "both"), seq_len=16))  # whose sources share a tokenizer
+    assert [[rows.decode(tokens) for tokens in documents(row)] for row in rows.held_out] == [STORIES[9::10]] * 2
     made = sources.load_tokenizer(str(tokenizer))
     assert made.decode([2, 400, 2]) == "<|im_end|><|im_end|>"  # a model may have more words than its tokenizer
     transformers = pytest.importorskip("transformers")
@@ -499,10 +506,30 @@ def test_the_held_out_samples_of_a_mixture_are_those_of_its_sources_once_each():
 
 
 def test_sources_without_weights_are_mixed_by_their_tokens(stories, capsys):
-    (stories / "one.txt").write_text("a word " * 99)
-    prepared(capsys, stories / "stories", stories / "one.txt", "--out", stories / "out")
+    (stories / "one.txt").write_text("\ufeff" + "a word " * 99, encoding="utf-8")
+    (stories / "stories" / "image").write_bytes(b"\0")
+    said = prepared(capsys, stories / "stories", stories / "one.txt", "--out", stories / "out")
+    assert " tokens; skipped: 1 binary (image)\n" in said
     sources = json.loads((stories / "out" / "mixture.json").read_text())["sources"]
     assert [source["weight"] for source in sources] == [sum(map(len, STORIES)) + 60, 7 * 99 + 2]  # its parts end, too
+    assert json.loads((stories / "out" / "1-one" / "val.json").read_text())["tokens"] == 70, "its last tenth"
+    (stories / "a:0.5").touch()
+    for word, path, weight in ((f"{stories}/a:0.5", stories / "a:0.5", 0.0), ("a:b", prepare.Path("a:b"), 0.0)):
+        assert prepare.source_and_weight(word) == (path, weight), "a colon may be a part of a name"
+
+
+def test_token_ids_take_two_bytes_as_long_as_they_fit_and_then_four(stories, capsys, monkeypatch):
+    for size, dtype in ((2**16, "uint16"), (2**16 + 1, "uint32")):
+        about = dict(vocab_size=size, eos=1, name="large")
+        made = prepare.Tokenizer(encode=lambda text, last=size - 1: [last] * len(text), **about)
+        monkeypatch.setattr(prepare, "load_tokenizer", lambda name, made=made: made)
+        words = ["--tokenizer", "large", "--workers", 1, "--val-every", 3, "--out", stories / dtype]
+        prepared(capsys, stories / "stories", *words)
+        for name, count in (("train", 40), ("val", 20)):
+            about = json.loads((stories / dtype / f"{name}.json").read_text())
+            assert (about["dtype"], about["documents"]) == (dtype, count)
+            tokens = map_file(stories / dtype / f"{name}.bin", dtype)
+            assert len(tokens) == about["tokens"] and {*tokens.tolist()} == {1, size - 1}
 
 
 @pytest.fixture

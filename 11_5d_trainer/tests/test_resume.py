@@ -36,6 +36,7 @@ def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
     names = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
     assert names == ["step-000002", "step-000004", "superseded-step-000004"]
     assert checkpoint.find(folder)[2].samples == 4 * 8, "of every rank and micro-batch"
+    assert [line["samples"] for line in resumed if "loss" in line] == [8, 16, 24, 32]
     assert losses(resumed) == losses(undisturbed)  # the floats themselves, not approximately
     assert resumed[-1] == undisturbed[-1]  # the validation at the end sees the same weights
     on_disk = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
@@ -187,7 +188,19 @@ def test_a_checkpoint_that_cannot_be_written_is_told_with_its_reason_until_one_c
     assert len(states) > 0 and not any(states.values()), "moments that nobody has saved"
 
 
+def test_the_log_of_a_resumed_run_keeps_the_lines_before_its_checkpoint_and_no_half_of_a_line(tmp_path):
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
+    file = tmp_path / "log.jsonl"
+    file.write_text("\n".join([*lines, '{"step": 2, "lo']))
+    train.Logger(tmp_path, Config(), 2, leader=True).file.close()
+    assert file.read_text().splitlines() == lines[:2]
+    train.Logger(tmp_path, Config(), 0, leader=True).file.close()
+    assert file.read_text() == "", "a new run"
+
+
 def test_a_run_that_began_with_restart_waits_for_nobody_when_it_is_resumed_without():
     stored = dataclasses.asdict(Config(out="run", restart=True))
     assert not merge(stored, {"resume": "run"}, "run").restart
     assert merge(stored, {"resume": "run", "restart": True}, "run").restart
+    assert merge({"seq_len": 16}, {"seq_len": 16}, "run").seq_len == 16, "which is no other run"
+    assert merge({"tokenizer": "old"}, {"tokenizer": "new"}, "run").tokenizer == "new"

@@ -267,6 +267,18 @@ def test_every_key_is_honoured_or_refused_by_its_name(folder, tmp_path):
     assert said_of("llama", vocab_size=65).startswith("knows 65 tokens and the data has 256")
     assert said_of("llama", "--kv-heads", "3") == "--kv-heads 3: heads 4 is not a multiple of kv_heads 3"
     assert said_of("llama", "--preset", "base").startswith("--preset base cannot go with --config")
+    two = "has two numbers of experts; remove num_experts or num_local_experts"
+    assert said_of("qwen3_moe", num_experts=4, num_local_experts=8) == two
+    plain = {"rope_type": "default", "rope_theta": 2e4}
+    twice = "has two rope_theta, 100000.0 and 20000.0; remove one"
+    assert said_of("llama", rope_theta=1e5, rope_parameters=plain) == twice
+    older = plain | {"rope_theta": 1e4}
+    said = said_of("llama", rope_parameters=plain, rope_scaling=older)
+    assert said.startswith("has both rope_parameters and rope_scaling, and they differ")
+    flat = STRETCHED | {"original_max_position_embeddings": 64, "high_freq_factor": 1.0}
+    assert "its RoPE's high_freq_factor must be more than its low" in said_of("llama", rope_parameters=flat)
+    assert "layer_types does not name each of 2 layers" in said_of("qwen2", layer_types=["full_attention"])
+    assert said_of("mixtral", "--experts", "8").startswith("--experts 8 cannot go with --config")
     text = (folder / "llama" / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"vocab_size"', '"vocab_size": 9, "vocab_size"'))
     with pytest.raises(UsageError, match="config.json says 'vocab_size' twice; remove one$"):
@@ -274,8 +286,23 @@ def test_every_key_is_honoured_or_refused_by_its_name(folder, tmp_path):
     init = ["--init", str(folder / "llama")]
     with pytest.raises(UsageError, match="--layers 3 cannot go with --init .*, which decides it; leave it out"):
         train.prepare([*data, *init, "--layers", "3"], 1)
+    assert planned(*data, *init, "--layers", "2")[0].layers == 2
     with pytest.raises(UsageError, match="--config nowhere holds no config.json; give the folder .* or its config"):
         train.prepare([*data, "--config", "nowhere"], 1)
+
+
+def test_a_value_at_the_limit_of_its_type_is_taken_and_one_beyond_or_of_another_type_is_not():
+    for kind, good, bad in (
+        (hf_keys.LAYERS, (1, 1024), (0, 1025, True, 8.0, "8", None)),
+        (hf_keys.POSITIVE, (1e-9, 1, 10**18), (0, -1.0, 2e18, math.nan, True, "1e4")),
+        (hf_keys.AT_LEAST_1, (1, 1e18), (0.99, 2e18, True)),
+        (hf_keys.WINDOW, (None, 0, 2**31 - 1), (-1, 2**31, False)),
+        (hf_keys.TOKENS, (None, 0, [], [0, 5]), (-1, True, [None], [1, True], "</s>")),
+        (hf_keys.only(0.0), (0, 0.0), (False, None, 0.1)),
+        (hf_keys.only(False), (False,), (0, None, True)),
+        (hf_keys.FULL, ([], ["full_attention"]), ("full_attention", ["full_attention", "sliding_attention"])),
+    ):
+        assert all(kind.fits(value) for value in good) and not any(kind.fits(value) for value in bad), kind.words
 
 
 # Values that a config.json may have by mistake, by hand or by another program.

@@ -18,7 +18,7 @@ from harness.ranks import run_ranks
 from harness.reference import assert_same
 from layouts import Layout
 from llama import LlamaConfig
-from model import PRESETS, full_shapes
+from model import PRESETS, full_shapes, my_positions
 from options import Config, parse
 
 SIZES = LlamaConfig(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
@@ -220,7 +220,17 @@ def test_the_groups_are_those_that_the_picture_shows(text, capsys):
     for name in ("data", "experts", "all tokens"):
         assert mirrored[name].tolist() == [[0, 3], [1, 2]], name
     assert mirrored["ends"].tolist() == [[0, 3]]
-    assert Config(cp=4, tp=4, cp_kind="usp").ring_and_ulysses(SIZES) == (4, 1), "by the heads of a tensor rank"
+    folded = mesh.members(dict(zip(mesh.AXES, (4, 2, 1, 1, 1), strict=True)), 2, mirrored=True, shards=2)
+    assert folded["data"].tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert folded["experts"].tolist() == folded["copies"].tolist() == [[0, 6], [1, 7], [2, 4], [3, 5]]
+    both = mesh.members(dict(zip(mesh.AXES, (2, 1, 2, 2, 2), strict=True)), split_tokens=True)
+    assert (both["ring"][0].tolist(), both["ulysses"][0].tolist()) == ([0, 4], [0, 2])
+    assert both["batch"][1].tolist() == [1, 3, 5, 7] and both["replica"][1].tolist() == [*range(1, 16, 2)]
+    assert both["tokens"].tolist() == both["all tokens"].tolist() == both["stage"].tolist()
+    assert both["stage"].tolist() == [[*range(8)], [*range(8, 16)]], "tensor ranks have tokens of their own"
+    for cp, tp, grid in ((4, 4, (4, 1)), (4, 1, (2, 2)), (2, 1, (2, 1))):
+        assert Config(cp=cp, tp=tp, cp_kind="usp").ring_and_ulysses(SIZES) == grid, "by the heads of a tensor rank"
+    assert Config(cp=4, cp_kind="ulysses").ring_and_ulysses(SIZES) == (1, 4)
     for name, lines in groups.items():
         if name != "ends":  # the middle of a pipeline is in none of these
             assert sorted(rank for line in lines for rank in line) == list(range(16)), (
@@ -229,7 +239,17 @@ def test_the_groups_are_those_that_the_picture_shows(text, capsys):
     words = [*arguments(text), *["--pp", "2", "--cp", "2", "--tp", "2", "--experts", "4", "--ep", "2"]]
     shown = train.show_mesh(train.prepare(words, 16), 16)
     assert "pp 2 x dp 2 x ring 2 x ulysses 1 x tp 2 = 16 ranks" in shown
-    assert "{1 3 5 7}" in shown and "[12 13] [14 15]" in shown
+    assert "{1 3 5 7}" in shown and "[12 13] [14 15]" in shown and "  dp 1  [ 4  5] [ 6  7]" in shown
+
+
+def test_a_rank_has_the_positions_that_its_place_on_ring_and_ulysses_gives_it():
+    sizes = {"ring": 2, "ulysses": 4}
+    ranks = [mesh.Mesh(sizes, {"ring": ring, "ulysses": other}, {}) for ring in range(2) for other in range(4)]
+    assert [(rank.cp_rank, rank.cp) for rank in ranks] == [(number, 8) for number in range(8)]
+    held = [my_positions(16, rank, "usp").tolist() for rank in ranks]
+    assert held[:4] == [[0, 1], [2, 3], [12, 13], [14, 15]] and held[4:] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    assert [my_positions(16, rank, "ring").tolist() for rank in ranks] == [[2 * n, 2 * n + 1] for n in range(8)]
+    assert my_positions(16, ranks[3], "zigzag").tolist() == [3, 12]
 
 
 def limits_of_all_groups():
@@ -246,4 +266,6 @@ def test_presets_have_the_sizes_they_are_named_after():
     counts = {name: sum(shape.numel() for shape in full_shapes(config).values()) for name, config in PRESETS.items()}
     assert 0.5e6 < counts["tiny"] < 0.9e6
     assert counts["llama3-8b"] == 8_030_261_248 and counts["llama3-70b"] == 70_553_706_496
-    assert round(counts["smollm-1.7b"] / 1e9, 2) == 1.71
+    assert round(counts["smollm-1.7b"] / 1e9, 2) == 1.71 and round(counts["base"] / 1e6) == 124
+    sparse = train.elements_of(PRESETS["mixtral-8x7b"], Config(preset="mixtral-8x7b"))
+    assert sum(sparse.values()) == 46_702_792_704

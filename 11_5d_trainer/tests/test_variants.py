@@ -207,6 +207,10 @@ def test_dominos_halves_go_through_all_blocks_at_once_unless_somebody_waits_at_e
         assert seen == [at_once] * (2 // at_once) * 2, "two blocks, two micro-batches"
 
 
+def test_dominos_halves_with_cut_sequences_train_as_one_process(text):
+    assert fuzz.verify([Layout(2, "--micro-batch 4 --tp 2 --sequence-parallel --tp-overlap domino")], text, SIZES) == 1
+
+
 def test_a_run_from_before_there_was_domino_goes_on_as_it_was():
     for stored, now in ((True, "backward"), (False, "none"), ("domino", "domino")):
         assert merge({"tp_overlap": stored}, {}, "a checkpoint").tp_overlap == now
