@@ -8,9 +8,9 @@ block, which a reader of the page does not see:
     <!-- ends with 2: `--tp 3` -->                       the exit code that the text promises; otherwise it is 0
     <!-- first: `mkdir mine` -->                         what a reader has already, and a fresh copy has not
 
-A block runs from top to bottom in a copy of the repository of its own: its first command as a reader starts it, the
-others with a Python that has imported torch already (harness/warm_python.py). Commands in backquotes in the text are
-read too, and not run.
+A block runs from top to bottom in a copy of the repository of its own: the first command of a README as a reader
+starts it, the others with a Python that has imported torch already (harness/warm_python.py). Commands in backquotes in
+the text are read too, and not run.
 """
 
 import argparse
@@ -415,6 +415,15 @@ def test_a_command_that_takes_too_long_leaves_no_rank_behind(tmp_path):
             os.kill(rank, 0)
 
 
+def warmed(copy: Path) -> str:
+    """The folder of programs that have imported torch; `make` finds them in the copy."""
+    folder = warm_python.folder()
+    for program in ("python", "python3", "torchrun"):
+        (copy / ".venv" / "bin" / program).unlink(missing_ok=True)
+        (copy / ".venv" / "bin" / program).symlink_to(f"{folder}/{program}")
+    return folder
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize(
     "block",
@@ -425,7 +434,7 @@ def test_a_command_that_takes_too_long_leaves_no_rank_behind(tmp_path):
     ],
 )
 def test_a_block_of_commands_runs_as_printed_and_ends_as_its_readme_says(block, tmp_path):
-    copy, warm = tmp_path / "copy", ""
+    copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=NO_COPY, symlinks=True)
     (copy / ".venv" / "bin").mkdir(parents=True)
     for file in [*set(Path(sys.prefix).iterdir()) - {Path(sys.prefix, "bin")}, *Path(sys.prefix, "bin").iterdir()]:
@@ -434,6 +443,7 @@ def test_a_block_of_commands_runs_as_printed_and_ends_as_its_readme_says(block, 
         os.utime(requirements, (0, 0))  # older than what was installed: no network is needed
     for command in block.first:
         assert ends(command, copy)[0] == 0, command
+    warm = "" if name_of(block).endswith("-1") else warmed(copy)
     for command in block.commands:
         if command.reason or (block, command) in repeated():
             continue
@@ -444,8 +454,4 @@ def test_a_block_of_commands_runs_as_printed_and_ends_as_its_readme_says(block, 
             pytest.skip(reason=f"no {shlex.split(command.run)[0]} here")
         code, said = ends(command.run, folder, first=warm)
         assert code == command.code, f"{command.run}\nended with {code}:\n{said[-3000:]}"
-        if not warm:
-            warm = warm_python.folder()
-            for program in ("python", "python3", "torchrun"):  # those of `make`
-                (copy / ".venv" / "bin" / program).unlink(missing_ok=True)
-                (copy / ".venv" / "bin" / program).symlink_to(f"{warm}/{program}")
+        warm = warm or warmed(copy)
