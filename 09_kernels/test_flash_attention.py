@@ -23,7 +23,7 @@ import flash_attention as script
 from _flash_verify import poisoned
 from _interpreted_bf16 import bfloat16
 from harness.meter import peak_memory, saved_activations
-from harness.programs import assert_refused, printed_json, refusal
+from harness.programs import assert_refused, printed_json, refusal, run_script
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 
@@ -416,6 +416,8 @@ def test_wrong_option_is_one_line_that_names_it(monkeypatch):
     monkeypatch.setattr(script, "INTERPRETED", tl.constexpr(False))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refusal(script.main) == "TRITON_INTERPRET=0 needs a GPU"
+    done = run_script(script.__file__, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")  # which the script leaves alone
+    assert (done.returncode, done.stderr) == (2, "flash_attention.py: TRITON_INTERPRET=0 needs a GPU\n")
 
 
 # ------------------------------------------------------------------------------------------------------- compiled
