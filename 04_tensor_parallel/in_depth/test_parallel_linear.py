@@ -94,7 +94,8 @@ def sums_of_a_tensor_with_gaps() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = all_reduce(x, dist.group.WORLD)
     whole = before.clone(memory_format=torch.contiguous_format)
     all_reduce(whole, dist.group.WORLD)
-    return total, (x - before).abs() + (whole - before).abs(), reduce_scatter(x, dist.group.WORLD), all_gather(x, dist.group.WORLD)
+    change = (x - before).abs() + (whole - before).abs()
+    return total, change, reduce_scatter(x, dist.group.WORLD), all_gather(x, dist.group.WORLD)
 
 
 def test_all_reduce_returns_the_sum_of_a_tensor_with_gaps_and_leaves_its_input_alone():

@@ -378,7 +378,7 @@ def test_a_rank_has_its_samples_and_of_each_a_run_of_neighbouring_tokens():
 
 def test_each_step_has_samples_of_its_own_from_files_in_one_order(monkeypatch):
     tokens, glob = five_d.load_text(), five_d.Path.glob
-    monkeypatch.setattr(five_d.Path, "glob", lambda *given: reversed(sorted(glob(*given))))  # as a file system may
+    monkeypatch.setattr(five_d.Path, "glob", lambda *given: sorted(glob(*given), reverse=True))  # as a file system may
     assert torch.equal(five_d.load_text(), tokens)
     first, second = (five_d.get_batch(tokens, step, five_d.TINY, masked=False)[0] for step in (0, 1))
     assert not torch.equal(first, second)
