@@ -301,6 +301,7 @@ def test_a_second_derivative_is_refused():
         ("--nodes 3", "--nodes 3 cannot share 4 ranks evenly; use 1, 2, 4"),
         ("--nodes 0", "--nodes 0 is not in 1 .. 1024"),
         ("--nodes 2 --max-nodes 3", "--max-nodes 3 of 2 nodes is impossible; use 1 to 2"),
+        ("--nodes 2 --max-nodes 0", "--max-nodes 0 of 2 nodes is impossible; use 1 to 2"),
         ("--nodes 4 --max-nodes 3", "--max-nodes 3 cannot share top-k 4 evenly"),
         ("--top-k 17", "--top-k 17 of 16 experts is impossible"),
         ("--experts 6", "--experts 6 do not divide among 4"),

@@ -115,7 +115,7 @@ def test_free_buffers_of_another_shape_make_room_for_new_ones_and_those_of_anoth
         kept = store.offload(torch.zeros(length))
         store.drop(store.offload(torch.zeros(length)))
         store.drop(kept)
-        assert (store.host_bytes, store.allocated) == (0, 2 * 4 * length)
+        assert (store.host_bytes, store.allocated, store.host_peak) == (0, 2 * 4 * length, 2 * 4 * length)
     store.offload(torch.zeros(12))
     with pytest.raises(MemoryError, match="would need 104 of 100 bytes"):
         store.offload(torch.zeros(14))
@@ -123,6 +123,7 @@ def test_free_buffers_of_another_shape_make_room_for_new_ones_and_those_of_anoth
     store.drop(store.offload(torch.zeros(12)))
     wide = store.offload(torch.zeros(12).double())
     assert (wide.data.dtype, store.allocated) == (torch.float64, 4 * 12 + 8 * 12), "in another dtype it would round"
+    assert store.host_peak == 8 * 12, "of buffers in use"
 
 
 def test_a_device_of_limited_size_refuses_what_does_not_fit():

@@ -181,6 +181,9 @@ def test_a_gradient_that_was_cut_off_from_its_buffer_is_an_error_and_not_a_step_
     model(torch.ones(1, 5, device=DEVICE)).sum().backward()
     with pytest.raises(RuntimeError, match=r"zero_grad\(set_to_none=False\)"):
         optimizer.step()
+    model.zero_grad(set_to_none=True)  # and none follows
+    with pytest.raises(RuntimeError, match=r"zero_grad\(set_to_none=False\)"):
+        optimizer.step()
 
 
 def test_a_tied_parameter_lies_in_the_buffer_once_and_gradients_already_there_move_along():

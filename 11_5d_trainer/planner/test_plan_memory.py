@@ -165,6 +165,8 @@ def test_a_tied_embedding_is_held_at_both_ends_and_its_gradient_summed_over_the_
         assert pm.held(tied, None, layout, rank) == pm.held(apart, None, layout, rank), rank
         sent = [f.wire for f in plan_traffic.flows(tied, None, layout, rank) if f.what == "tied embedding"]
         assert sent == ([4 * matrix] if rank in (0, 3) else []), rank
+    v = pm.Layout(pp=2, stages_per_rank=2, schedule="zb-v", micro_batches=4)  # its first rank holds both ends
+    assert not [f for rank in (0, 1) for f in plan_traffic.flows(tied, None, v, rank) if f.what == "tied embedding"]
 
 
 def test_biases_and_norms_of_heads_are_held_and_the_inputs_of_these_norms_kept():

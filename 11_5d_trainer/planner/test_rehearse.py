@@ -138,7 +138,7 @@ def test_an_operator_on_the_clock_takes_the_bytes_that_it_reads_and_writes_and_a
     aten = torch.ops.aten
     for operator, given, moved in (
         (aten.add.Tensor, (x, x), 3), (aten.add_.Tensor, (x, x), 2), (aten.cat.default, ([x, x],), 4),
-        (aten.view.default, (x, [32]), 0),
+        (aten.view.default, (x, [32]), 0), (aten.sort.default, (x,), 4),  # whose places are int64
     ):  # fmt: skip
         out = operator(*given)
         rehearse_rank.FRESH[operator] = rehearse_rank.returns_new_tensors(operator)
