@@ -57,7 +57,7 @@ def most_parameters(config: Config, sizes: LlamaConfig, world_size: int, trained
         if parts[1] == "layers":
             layer = int(parts[2])
         matrix = config.ep if "experts" in parts else config.tp  # tensor ranks have the same full experts
-        share = matrix if tensor.dim() > 1 else 1
+        share = matrix if tensor.dim() > 1 or name.endswith("bias") else 1
         for i, layers in enumerate(held):
             elements[i] += tensor.numel() / share if layer in layers else 0
     return max(elements)

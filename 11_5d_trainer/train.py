@@ -656,7 +656,7 @@ def sample(plan: Plan, run: Path, log: "Logger") -> str:
     tokens = generate(model, prompt, config.sample, 0.8, generator, window=window)[0].tolist()
     text = corpus.decode(tokens)
     log.keep("sample.txt", text)
-    return f"--- a sample: 32 tokens of the validation text, continued ---\n{text}\n---"
+    return f"--- a sample: {prompt.shape[1]} tokens of the validation text, continued ---\n{text}\n---"
 
 
 # --------------------------------------------------------------------------------------------- what is kept

@@ -289,14 +289,15 @@ def shards(model: nn.Module) -> dict[str, Shard]:
 def initial_weight(name: str, shape: Sequence[int], layers: int, seed: int) -> Tensor:
     """The initial value of the *full* parameter `name`, from (seed, name) alone, as in chapter 01."""
     if len(shape) == 1:
-        return torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
+        return torch.full(shape, float(not name.endswith("bias")), dtype=torch.float32)
     if name.endswith("lora_B.weight"):
-        return torch.zeros(*shape)
+        return torch.zeros(*shape, dtype=torch.float32)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     if name.endswith("lora_A.weight"):
-        return torch.randn(*shape, generator=generator) * shape[1] ** -0.5
+        return torch.randn(*shape, dtype=torch.float32, generator=generator) * shape[1] ** -0.5
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return torch.randn(*shape, generator=generator) * (0.02 / math.sqrt(2 * layers) if residual else 0.02)
+    drawn = torch.randn(*shape, dtype=torch.float32, generator=generator)
+    return drawn * (0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
 
 @torch.no_grad()

@@ -336,7 +336,7 @@ class Pipeline:
 
     def run(self, program: Program, inputs: Sequence, targets: Sequence, extras, broadcast: bool) -> Tensor:
         training = torch.is_grad_enabled()
-        extras = extras or [{}] * self.schedule.micro_batches
+        extras = [{}] * self.schedule.micro_batches if extras is None else extras
         self.check_batch(inputs, targets, extras)
         crossing = self.crossings if training or self.crossings is None else {}  # forward only: one by one
         self.mail = Mailbox(program, self.rank, self.group, self.example, crossing)
