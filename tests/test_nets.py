@@ -509,8 +509,11 @@ def test_first_weights_and_the_history_of_fp8_are_fp32_by_any_default(bf16_by_de
     import fp8
     import llama
     import moe_llama
+    import parallel_linear
 
-    for script, name, shape in product((llama, moe_llama), ("w", "bias", "lora_B.weight"), ((3,), (2, 3))):
+    for script, name, shape in product(
+        (llama, moe_llama, parallel_linear), ("w", "bias", "lora_B.weight"), ((3,), (2, 3))
+    ):
         assert script.initial_weight(name, shape, 1, 0).dtype == torch.float32, (script, name, shape)
     assert fp8.History(2, torch.device("cpu")).past.dtype == torch.float32, "of amaxes"
 

@@ -78,6 +78,8 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(sizes
         accounting.micro_steps(*sizes)
     proposed = int(str(error.value).split()[-1])
     assert accounting.micro_steps(proposed, *sizes[1:]) >= 1
+    with pytest.raises(ValueError, match=r"micro-batch 4 x 3 data-parallel rank\(s\) = 12; use for example 24$"):
+        accounting.micro_steps(22, 4, 3)  # nearer to 24 than to 12
 
 
 # ------------------------------------------------------------------- weights, gradients and optimizer states

@@ -420,6 +420,7 @@ def test_an_adapter_begins_with_the_model_itself_and_is_a_weight_of_low_rank_tha
             ({name: 0}, f"{name} 0 must be at least 1")
             for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "intermediate")
         ],
+        ({"layers": -1}, "layers -1 must be at least 1"),
     ],
 )
 def test_an_impossible_configuration_is_named_in_one_line(wrong, message):
@@ -447,8 +448,12 @@ def test_configurations_and_parts_cannot_be_changed_by_accident():
 def test_the_demo_fails_when_recomputation_keeps_as_many_bytes(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["llama.py"])
     monkeypatch.setattr(llama, "recomputed", lambda function: function)
+    monkeypatch.setattr(llama, "attention", lambda q, k, v, *, causal: attention(2 * q, k, v, causal=causal))
     assert llama.main() == 1
     captured = capsys.readouterr()
     wrong = captured.err.split("; ")
+    other = [said for said in wrong if "gradients: <lambda>, " in said]
+    assert len(other) == 3, "of the fused kernel, which computes something else here, in every mode"
+    wrong = [said for said in wrong if said not in other]
     assert "PASS" not in captured.out and len(wrong) == 4, "two kernels, each with selective and full recomputation"
     assert all("bytes kept for backward" in said for said in wrong), "all else is right"

@@ -102,6 +102,7 @@ def test_what_comes_back_from_the_host_equals_any_view_that_was_packed():
                 start = rng.randrange(view.shape[dim])
                 view = view.narrow(dim, start, rng.randint(1, view.shape[dim] - start))[..., :: rng.randint(1, 2)]
             packed = host.pack(view)
+            assert packed[0].bytes.data_ptr() != base.data_ptr(), "the host has a copy, also of what is on a CPU"
             back = host.unpack(packed)
             assert torch.equal(back, view) and back.stride() == view.stride() and back.dtype == dtype
             assert back.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()

@@ -40,9 +40,11 @@ def trace_of(batch):
 # ---------------------------------------------------------------------------------------------- accumulation
 
 
-def test_accumulation_equals_one_big_batch_with_uneven_valid_tokens():
+def test_accumulation_equals_one_big_batch_with_uneven_valid_tokens(monkeypatch):
     batch = uneven_batch()
     assert_same_trace(trace_of(batch), trace_of(whole(batch)))
+    monkeypatch.setattr(training_step, "accumulate", lambda model, pairs: [accumulate(model, [pair]) for pair in pairs])
+    assert training_step.accumulation_error() > 0.1, "the demo would not see a mean of means"
 
 
 def test_gradients_not_only_the_logged_loss_are_divided():
@@ -175,11 +177,12 @@ def test_no_bytes_stay_behind_over_several_steps():
 
 def test_norm_scales_are_not_decayed_and_every_parameter_is_trained_once():
     model = Llama(LlamaConfig(tied=True))
+    model.model.norm.weight.requires_grad_(False)
     decay = {
         id(p): group["weight_decay"] for group in training_step.adamw(model, 1e-3).param_groups for p in group["params"]
     }
-    assert len(decay) == len(list(model.parameters()))
-    assert all((decay[id(p)] > 0) == (p.dim() > 1) for p in model.parameters())
+    assert len(decay) == len(list(model.parameters())) - 1, "a frozen one is left out"
+    assert all((decay[id(p)] > 0) == (p.dim() > 1) for p in model.parameters() if p.requires_grad)
 
 
 def test_the_learning_rate_warms_up_and_comes_down_to_a_tenth():
@@ -245,6 +248,7 @@ def test_the_profile_shows_that_step_1_ends_with_the_optimizer_states_and_step_2
 def test_the_profile_counts_the_weights_and_ends_with_what_is_really_held(profiled):
     _, timeline, held = profiled
     assert timeline[0][3] >= held.parameters
+    assert training_step.memory_timeline(profiled[0], 0, device_type=1) == [], "nothing was allocated on a GPU"
     end = training_step.phase_summary(timeline)[2, "optimizer"][1]
     assert held.total <= end <= 1.02 * held.total  # beside them: the batch, the loss, the counters
 
@@ -263,7 +267,7 @@ def test_without_matplotlib_the_numbers_are_written_and_a_line_says_what_to_inst
     assert "pip install matplotlib" in capsys.readouterr().out
     lines = trace.with_name("memory.csv").read_text().splitlines()
     assert lines[0] == "milliseconds,step,phase,bytes" and len(lines) > 100
-    assert report.wrong == []
+    assert report.wrong == [] and len(report.rows) == 4, "the head, two steps of the optimizer, the peaks"
     for weights in (2 * held.parameters, held.parameters // 2):  # of another model
         training_step.report_profile(report, trace, weights, torch.device("cpu"))
     assert [line.split(":")[1] for line in report.wrong] == [" bytes the optimizer adds in step 1"] * 2
@@ -285,6 +289,8 @@ def test_every_option_reaches_the_step(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(training_step, "profile_first_steps", lambda step, warm_up, _: [step(), step(), warm_up()])
     monkeypatch.setattr(training_step, "report_profile", lambda *_: None)
+    asked = []
+    monkeypatch.setattr("step_peak.peak", lambda *given: asked.append(given) or ("loss", 8))
 
     def note(model, optimizer, batches, precision):
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -296,6 +302,7 @@ def test_every_option_reaches_the_step(monkeypatch, tmp_path):
     assert run_main(f"{options} --profile {tmp_path}", monkeypatch, note) == 0
     model = seen[0][0]
     assert model.config == LlamaConfig(256, 32, 1, 8, 4, 20, tied=True) and model.model.recompute == "full"
+    assert asked == [(model.config, 3, 9, 5, "bf16 autocast", "full")]
     first = training_step.Llama(model.config)
     training_step.init_weights(first, 7)
     assert_same_named(dict(model.named_parameters()), dict(first.named_parameters()), what="first weight")
@@ -355,6 +362,7 @@ def test_mfu_is_the_flops_of_the_whole_global_batch_per_second_of_a_step(monkeyp
         ("--steps 1 --profile profiles", "--profile compares step 1 with step 2"),
         ("--device abacus", "abacus"),
         ("--recompute some", "--recompute: invalid choice: 'some'"),
+        ("--seq 0", "--seq 0 must be at least 1"),
     ],
 )
 def test_a_wrong_option_ends_with_status_2_and_one_line_that_names_it(options, words):

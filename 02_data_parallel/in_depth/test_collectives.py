@@ -6,6 +6,7 @@ torch.distributed), and torch.distributed's own collective, to which `collective
 
 import queue
 import random
+import sys
 import threading
 import time
 from collections import Counter
@@ -461,6 +462,7 @@ def bad_arguments():
         "in_splits .1, 2, 3. do not cut 6": lambda: collectives.all_to_all(x, x, group, None, [1, 2, 3]),
         "out_splits .5, 2. do not cut 6": lambda: collectives.all_to_all(x, x, group, [5, 2], [3, 3]),
         "in_splits .7, -1. do not cut 6": lambda: collectives.all_to_all(x, x, group, None, [7, -1]),
+        "in_splits .. do not cut 6": lambda: collectives.all_to_all(x, x, group, None, []),
         "the piece of out from this rank": lambda: collectives.all_to_all(
             x, x, group, None, [4 - 2 * rank, 2 + 2 * rank]
         ),
@@ -469,6 +471,7 @@ def bad_arguments():
         bad["out has 6 elements of"] = lambda: collectives.scatter(x.clone(), x, 0, group)
         bad["scatter needs the tensor, not None"] = lambda: collectives.scatter(half, None, 0, group)
         bad["gather needs a tensor to gather into"] = lambda: collectives.gather(None, half, 0, group)
+        bad["tensor has 6 elements of"] = lambda: collectives.gather(x.clone(), x, 0, group)
     for message, call in bad.items():
         with communication() as sent, pytest.raises(ValueError, match=message) as error:
             call()
@@ -511,3 +514,10 @@ def test_more_ranks_than_gpus_are_refused_and_do_not_fall_back_to_gloo(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert refusal(collectives.main) == "--nproc_per_node 4 is more than the 2 GPUs here"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: sys.exit(backend))
+    for numel in (0, 10**9):  # neither is refused
+        monkeypatch.setattr(sys, "argv", ["collectives.py", "--numel", str(numel)])
+        with pytest.raises(SystemExit, match="^nccl$"):
+            collectives.main()

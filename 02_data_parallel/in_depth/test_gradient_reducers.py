@@ -554,6 +554,7 @@ def test_the_first_bucket_may_be_smaller_than_the_others():
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(6)]
     assert [len(bucket) for bucket in cut_into_buckets(parameters, 32)] == [2, 2, 2]
     assert [len(bucket) for bucket in cut_into_buckets(parameters, 32, first_bytes=16)] == [1, 2, 2, 1]
+    assert [len(bucket) for bucket in cut_into_buckets(parameters, 32, first_bytes=0)] == [1, 2, 2, 1], "0 is a size"
     elsewhere = [nn.Parameter(torch.ones(4, device=device)) for device in ("cpu", "meta", "cpu")]
     assert cut_into_buckets(elsewhere, 32) == [[elsewhere[1]], [elsewhere[0], elsewhere[2]]], "one device each"
     [(buckets, _)] = run_ranks(1, buckets_of, [(4, torch.float32)] * 6, 32, 16, timeout=LIMIT)
@@ -818,14 +819,17 @@ def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words):
 
 def demos() -> list[list[str]]:
     made = [Namespace(version=v, all_reduce=a, bucket_kib=None, profile=None) for v, a in DEMOS]
-    return [demo(args, dist.group.WORLD, torch.device("cpu")) for args in made]
+    found = [demo(args, dist.group.WORLD, torch.device("cpu")) for args in made]
+    another = lambda model: Decoder().double()  # noqa: E731
+    with patch("gradient_reducers.deepcopy", another if dist.get_rank() else deepcopy):  # a reference of rank 1 alone
+        return [*found, demo(made[1], dist.group.WORLD, torch.device("cpu"))]
 
 
 DEMOS = [("naive", "ring"), ("bucketed", "torch")]
 
 
 def test_the_demo_finds_nothing_wrong_and_the_smallest_bucket_is_an_option(monkeypatch, tmp_path):
-    assert run_ranks(2, demos, timeout=LIMIT) == [[[], []]] * 2
+    assert run_ranks(2, demos, timeout=LIMIT) == [[[], [], ["rank 1: largest error against the reference"]]] * 2
     monkeypatch.setattr(sys, "argv", ["gradient_reducers.py", "--bucket-kib", "1", "--profile", str(tmp_path)])
     args = parse_arguments()
     assert (args.bucket_kib, args.profile, args.version) == (1, tmp_path, "bucketed")
@@ -846,6 +850,7 @@ def test_more_ranks_than_gpus_are_refused_and_as_many_are_not(monkeypatch):
 def drop_a_reducer():
     model = nn.Linear(3, 2)
     reducer = BucketedReducer(model, dist.group.WORLD)
+    assert reducer.bucket_bytes == 25 * 2**20, "unless another size is given"
     model(torch.ones(1, 3)).sum().backward()
     reducer.finish()
     reference = weakref.ref(reducer)

@@ -372,6 +372,7 @@ def weights_after(what: str) -> int:
             mean_loss(model, tokens, labels)
     else:
         zero.finish()
+        zero.in_backward = what == "error"  # as a backward leaves it that raises
         loss = mean_loss(model, tokens, labels)  # noqa: F841 - it keeps the graph alive
     if what == "update":
         zero.step()
@@ -381,6 +382,7 @@ def weights_after(what: str) -> int:
 def test_autograd_keeps_no_dropped_weight_alive():
     *units, root = padded_units(decoder(), 2)
     assert run_ranks(2, weights_after, "forward") == [8 * (units[-1] + root)] * 2  # what was kept on purpose
+    assert run_ranks(2, weights_after, "error") == [8 * (units[-1] + root)] * 2, "it does not end with its error"
     assert run_ranks(2, weights_after, "inference") == [0, 0]
     assert run_ranks(2, weights_after, "update") == [0, 0], "what was gathered is out of date"
 
@@ -476,8 +478,10 @@ def uses_outside() -> list[str]:
     assert weight.grad is None
     mixed = Outside()  # a unit of two dtypes
     mixed.layers[0].bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    mixed.layers[1].bias.requires_grad_(False)
     dtypes = {name: p.dtype for name, p in mixed.named_parameters()}
-    held = zero3(mixed, sgd(mixed), dist.group.WORLD).full_weights()
+    trained = torch.optim.SGD([p for p in mixed.parameters() if p.requires_grad], lr=0.1)  # without the frozen one
+    held = zero3(mixed, trained, dist.group.WORLD).full_weights()
     assert dtypes == {name: weight.dtype for name, weight in held.items()}
     uses = [lambda: outside(torch.ones(2, 4)), asked.layers[1].down.weight.sum]
     uses.append(lambda: loss_without_an_mlp(parts, *whole_batch(0, 1), 0))

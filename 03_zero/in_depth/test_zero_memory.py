@@ -65,12 +65,15 @@ def test_gradients_summed_in_fp32_travel_as_4_bytes_beside_weights_of_2():
     sent = [bytes_sent(stage, 4, 4000, weights=2000, micro_batches=2) for stage in range(4)]
     assert sent == [6000, 4500, 7500, 12000]
     assert bytes_sent(3, 4, 4000, kept=400, weights=2000) == 0.75 * (4000 + 4000 - 400)
+    assert bytes_sent(2, 4, 4000, weights=0) == 0.75 * 4000, "no weights are not equally many"
     assert bytes_per_parameter(2, 4, gradient=4) == 2 + 16 / 4
 
 
 def test_a_stage_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match="stage 4 does not exist; use 0, 1, 2 or 3"):
         bytes_per_parameter(4, 2)
+    with pytest.raises(ValueError, match="stage -1 does not exist; use 0, 1, 2 or 3"):
+        bytes_per_parameter(-1, 2)
 
 
 def test_the_printed_tables_hold_the_numbers_of_the_abstract():
@@ -80,6 +83,7 @@ def test_the_printed_tables_hold_the_numbers_of_the_abstract():
         assert number in text, number
     rows = [line.split()[2:] for line in lines if line.startswith("64 ranks")]  # of three models, and of the largest
     assert rows[0] == ["120", "31.41", "16.64", "1.875"] and rows[-1] == ["2B", "7.642B", "14.42B", "128B"]
+    assert rows[1] == ["2048", "536", "284", "32"] and rows[2] == ["1.6e+04", "4188", "2219", "250"]
     assert len(rows) == 4 and lines[-2] == "10^12 parameters on 1024 ranks at stage 3: 15.62 GB each"
 
 

@@ -214,6 +214,7 @@ def test_a_state_that_is_loaded_while_weights_travel_is_what_is_there_afterwards
 def order_of_a_step(stage: int) -> tuple[list[tuple[str, object]], list[int], int]:
     model = decoder()
     zero = overlapped(stage, model, sgd(model), dist.group.WORLD, all_gather=all_gather)
+    assert zero.stage == stage, "stage 1 keeps all gradients, stage 2 a shard"
     for name, module in model.named_modules():
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(lambda *_, name=name: zero.log.append(("forward", name)))

@@ -241,22 +241,23 @@ def random_after_backward() -> tuple[float, float]:
     return values[0], values[1]
 
 
-def autocast_gradients(recomputed: bool, outside: bool, then: bool) -> list[Tensor]:
+def autocast_gradients(recomputed: bool, outside: bool, then: bool, low: torch.dtype) -> list[Tensor]:
     """Forward with autocast on, or off if `outside`; backward with autocast on if `then`."""
     torch.manual_seed(0)
     layer, keeper = nn.Sequential(nn.Linear(HIDDEN, 64), nn.GELU(), nn.Linear(64, HIDDEN)), Replicated()
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
+    with torch.autocast("cpu", low, enabled=not outside):
         y = recompute(layer, x, keeper) if recomputed else layer(x)
-    with torch.autocast("cpu", torch.bfloat16, enabled=then):
+    with torch.autocast("cpu", low, enabled=then):
         y.float().square().sum().backward()
     return [x.grad, *(p.grad for p in layer.parameters())]
 
 
 @pytest.mark.parametrize(("outside", "then"), [(False, False), (True, True)])
 def test_the_second_forward_is_under_the_autocast_of_the_first(outside, then):
-    got, want = autocast_gradients(True, outside, then), autocast_gradients(False, outside, then)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for low in (torch.bfloat16, torch.float16):  # the first is what a CPU does if it is not told
+        got, want = (autocast_gradients(recomputed, outside, then, low) for recomputed in (True, False))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_an_input_without_gradient_is_refused_since_the_weights_would_get_none():
@@ -267,15 +268,17 @@ def test_an_input_without_gradient_is_refused_since_the_weights_would_get_none()
 
 
 def second_derivatives() -> list[str]:
-    x, group, found = torch.ones(4, requires_grad=True), dist.group.WORLD, []
+    x, dy, group, found = torch.ones(4, requires_grad=True), torch.ones(4), dist.group.WORLD, []
     for y in (recompute(torch.exp, x, Replicated()), _ToParallel.apply(x, group), _FromParallel.apply(x, group)):
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         found.append(error_from(RuntimeError, dx.sum().backward))
+    _ToParallel.apply(x, group).backward(dy)
+    assert x.tolist() == dy.tolist() == [1.0] * 4, "a sum has overwritten what it was given"
     return found
 
 
 def test_a_second_derivative_is_refused():
-    assert all("once_differentiable" in said for said in run_ranks(1, second_derivatives)[0])
+    assert all("once_differentiable" in said for said in run_ranks(2, second_derivatives)[0])
 
 
 # ----------------------------------------------------------------------------------------------------------- offloading
@@ -400,6 +403,8 @@ def test_the_largest_model_grows_from_c1_to_c2_to_c4_to_c5():
     lines = configuration_table(8192, 16, 1024, 16, 8, 32 * GB)
     size = {line.split()[0]: int(line.split()[-1].removesuffix("B")) for line in lines if line.startswith("C")}
     assert size["C1"] < size["C3"] < size["C2"] < size["C4"] < size["C5"]
+    said = "GB per rank: 100 layers of H = 8192, batch 16, sequence 1024, 16 tensor-parallel x 8 data-parallel ranks; "
+    assert lines[0] == said + "and the largest model of such layers in 32 GB"
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("C")}
     assert rows["C1"] == ["P_os", "27.68", "26.84", "54.53", "47B"]  # by hand, as the others
     assert rows["C4"] == ["P_os+g", "P_a", "18.87", "1.68", "20.55", "125B"]
@@ -474,7 +479,7 @@ def reduced() -> list[tuple[list[Tensor], list[Tensor], int, int, float]]:
         with communication() as sent, peak_memory() as memory:
             messages = all_reduce_through(buffer, iter(through), group)
         assert sent.calls["all_reduce"] == messages
-        all_reduce_fused(iter(whole), group)
+        assert all_reduce_fused(iter(whole), group) == 1
         found.append((through, whole, messages, memory.peak, sent.total))
     return found
 
@@ -589,7 +594,7 @@ def test_best_fit_takes_the_hole_that_leaves_least_over():
     heap.free(a)
     heap.free(c)
     assert heap.allocate(20) == 40  # not the hole of 30 at address 0
-    assert heap.allocate(5) == 0 and heap.free_blocks == [(5, 25)]
+    assert heap.allocate(5) == 0 and heap.free_blocks == [(5, 25)] and heap.top == 100
 
 
 def test_freed_neighbours_become_one_hole():

@@ -371,6 +371,8 @@ def accumulated(stage: int, plan: str) -> dict[str, Tensor]:
         loss = loss_without_an_mlp(model, tokens, labels, i) / valid
         if plan == "no_sync" and i < 2:
             with zero.no_sync():
+                with zero.no_sync():
+                    pass  # its end does not end the outer one
                 loss.backward()
         else:
             with zero.micro_batch(last=i == 2):
@@ -602,7 +604,10 @@ def events_of_a_step(stage: int) -> list[tuple[str, object]]:
     zero = sharded(stage, model, sgd(model), dist.group.WORLD, bucket_bytes=8_000)
     train_step(model, zero, make_batch(0, dist.get_world_size(), 1)[dist.get_rank()])
     zero.step()
-    return zero.events
+    events = zero.events
+    zero.zero_grad()
+    assert zero.events == [], "what happened since zero_grad()"
+    return events
 
 
 def test_reductions_leave_during_backward_and_each_gather_before_the_next_update():
@@ -662,7 +667,7 @@ def refused() -> list[tuple[str, str]]:
         (torch.optim.Adafactor(model.parameters()), "Adafactor may look at whole tensors"),
         (torch.optim.Adagrad(model.parameters()), "Adagrad may look at whole tensors"),
         (torch.optim.AdamW(model.parameters(), differentiable=True, foreach=False), "differentiable=True"),
-        (torch.optim.AdamW(model.parameters(), capturable=True), "capturable=True"),
+        (torch.optim.AdamW(mixed(capturable=True)), "capturable=True"),  # in one group of two
         (torch.optim.SGD(without_a_norm, lr=1.0), "'norm.weight'"),
         (torch.optim.SGD([*model.parameters(), other.norm.weight], lr=1.0), "shape [23]"),
         (used, "has states already"),
@@ -672,7 +677,7 @@ def refused() -> list[tuple[str, str]]:
     ]
     said = [(error_from(ValueError, Zero1, model, optimizer, dist.group.WORLD), words) for optimizer, words in cases]
     assert all("weight" in message or "shape" in message for message, _ in said), said
-    unfused = [torch.optim.AdamW(model.parameters(), **{option: True}) for option in ("amsgrad", "maximize")]
+    unfused = [torch.optim.AdamW(model.parameters(), amsgrad=True), torch.optim.AdamW(mixed(maximize=True))]
     for optimizer, words in (
         (sgd(model), "fused is an AdamW, the optimizer is SGD"),
         (unfused[0], "AdamW(amsgrad=True) is not in the fused kernel"),

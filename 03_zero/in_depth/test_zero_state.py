@@ -97,7 +97,7 @@ def goes_on_in(then: torch.dtype | None, first: torch.dtype | None, fused: bool)
     options = {"fused": AdamWInOneGo()} if fused else {}
     saved: FullState = {}
     for master in (first, then):
-        model = nn.ModuleList([nn.Linear(5, 5, dtype=torch.bfloat16), nn.Linear(5, 1)])
+        model = nn.ModuleList([nn.Linear(5, 5, dtype=torch.bfloat16), nn.Linear(1, 1)])  # rank 2 has none of 2 elements
         zero = make_zero(1, model, torch.optim.AdamW(model.parameters()), dist.group.WORLD, master=master, **options)
         if saved:
             load_full_state_dict(zero, saved)
@@ -269,7 +269,8 @@ def test_padding_of_a_loaded_shard_is_zero(stage):
 
 def refusals(saved: FullState) -> list[str]:
     messages = []
-    for change in ("missing", "extra", "shape", "no moments", "moment's shape", "counter", "no state"):
+    changes = ("missing", "extra", "shape", "no moments", "moment's shape", "master's shape", "counter", "one state")
+    for change in (*changes, "no state"):
         weights = dict(saved["weights"])
         states = {name: dict(state) for name, state in saved["optimizer"].items()}
         if change == "missing":
@@ -282,8 +283,12 @@ def refusals(saved: FullState) -> list[str]:
             del states["norm.weight"]["exp_avg"]
         elif change == "moment's shape":
             states["norm.weight"]["exp_avg"] = torch.zeros(3)
+        elif change == "master's shape":
+            states["norm.weight"]["master"] = torch.zeros(3)
         elif change == "counter":
             states["norm.weight"]["step"] = torch.tensor(9.0)
+        elif change == "one state":  # as of an optimizer without any, for one parameter only
+            states = {next(iter(states)): {}}
         else:
             del states[next(iter(states))]
         before = awkward()
@@ -304,12 +309,14 @@ def test_the_state_of_another_model_is_refused_by_name_before_anything_changes()
         "has shape [3]",
         "for 'norm.weight'",
         "exp_avg of",
+        "master of",
         "step is 9",
+        "has [] for 'embed.weight' but [] for",
         "has nothing of the optim",
     ]
     for message, word in zip(messages, words, strict=True):
         assert word in message, message
-    assert sum("norm.weight" in message for message in messages) == 5
+    assert sum("norm.weight" in message for message in messages) == 6
 
 
 STATE = """

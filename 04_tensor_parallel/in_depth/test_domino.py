@@ -16,7 +16,7 @@ import torch.distributed as dist
 from domino import HalvedBlock, Piece, UnderWay, in_halves, one_by_one
 from harness.late import Late
 from harness.meter import communication, saved_activations
-from harness.programs import on_stand_in_gpus, refusal
+from harness.programs import error_from, on_stand_in_gpus, refusal
 from harness.ranks import run_ranks
 from harness.reference import assert_same_named, numbers
 from parallel_block import (
@@ -334,6 +334,11 @@ def refusals() -> list[str]:
     blocks[0].mlp.down_proj.register_forward_hook(lambda module, given, result: seen.append(result.shape[0]))
     assert in_halves(numbers(3, S, SMALL.hidden), blocks, COS, SIN).shape[0] == 3
     assert seen == [2, 1], "a layer's hooks run, once for each half"
+    several = list(blocks_of(True, group, False))
+    several[1].mlp.register_forward_hook(lambda *given: None)
+    assert error_from(ValueError, in_halves, two, several, COS, SIN).startswith("block 1: mlp has hooks")
+    several[1].register_forward_hook(lambda *given: None)
+    assert error_from(ValueError, in_halves, two, several, COS, SIN).startswith("block 1 has hooks")
     blocks[0].mlp.act = lambda gate, up: 1 / 0
     refused(two, ZeroDivisionError)
     assert all(p is q for p, q in zip(blocks[0].parameters(), before, strict=True)), "parameters come back after errors"

@@ -287,6 +287,7 @@ def test_what_a_version_cannot_do_it_refuses_with_the_one_that_can():
     *linear, column, row, uneven = run_ranks(2, refusals)[0]
     assert all("use column_simple" in said for said in linear) and "column_overlapped" in column and "row_simple" in row
     assert uneven.endswith("use a multiple of 2")
+    assert [said.split()[0] for said in linear] == ["column_overlapped", "column_ring", "row_ring"]
 
 
 def second_derivatives() -> list[str]:

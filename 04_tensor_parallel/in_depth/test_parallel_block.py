@@ -238,12 +238,13 @@ def kept(
     sequence: bool, kv_heads: int, p: float, dtype: torch.dtype = torch.float64, column: str = "gather-again"
 ) -> tuple[int, int, list[int]]:
     tp = TensorParallel(dist.group.WORLD, sequence, column=COLUMNS[column])
-    config = replace(SMALL, kv_heads=kv_heads, qk_norm=kv_heads == 1)
+    config = replace(SMALL, kv_heads=kv_heads, qk_norm=kv_heads == 1, own_head_dim=8 * (kv_heads == 1))
     block = make_block(config, tp, p).to(dtype)
     x = piece(numbers(B, S, SMALL.hidden).to(dtype), tp).clone().requires_grad_()
     torch.manual_seed(0)
-    with saved_activations(exclude=[*block.parameters(), COS, SIN]) as saved:
-        block(x, COS, SIN)
+    tables = rope_tables(torch.arange(S), config.head_dim, config.rope_theta)
+    with saved_activations(exclude=[*block.parameters(), *tables]) as saved:
+        block(x, *tables)
     predicted = kept_bytes(config, B, S, tp, dtype.itemsize, p > 0, gather_again=column == "gather-again")
     return saved.bytes, sum(predicted.values()), sorted(saved.storages.values())
 
@@ -338,7 +339,7 @@ def test_tables_of_rope_are_fp32_by_any_default_and_rotate_bf16_with_one_roundin
 
 
 def own_attention() -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
-    seen = []
+    seen, calls, names = [], [], ("linear", "norm", "rope", "swiglu")
 
     def watching(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         seen.extend((tuple(q.shape), tuple(k.shape)))
@@ -346,8 +347,11 @@ def own_attention() -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
 
     tp = TensorParallel(dist.group.WORLD, True)
     x = piece(numbers(B, S, SMALL.hidden), tp)
-    blocks = [make_block(replace(SMALL, kv_heads=2), tp, parts=parts) for parts in (Parts(watching), Parts())]
-    return seen, *(block(x, COS, SIN).detach() for block in blocks)
+    own = {name: lambda *of, name=name: calls.append(name) or getattr(Parts(), name)(*of) for name in names}
+    blocks = [make_block(replace(SMALL, kv_heads=2), tp, parts=parts) for parts in (Parts(watching, **own), Parts())]
+    found = seen, *(block(x, COS, SIN).detach() for block in blocks)
+    assert sorted(calls) == ["linear"] * 7 + ["norm"] * 2 + ["rope"] * 2 + ["swiglu"], "each part is an argument"
+    return found
 
 
 def test_attention_is_an_argument_and_sees_the_heads_of_its_rank_with_key_value_heads_not_expanded():
@@ -387,6 +391,8 @@ def test_dropout_does_not_take_the_place_of_another_attention_which_may_speak_to
         ({"own_head_dim": 5}, 2, 0, "hidden 32 is no even number"),
         ({"kv_heads": 3}, 2, 0, "kv-heads 3 do not divide 8 heads; use 1, 2, 4, 8"),
         ({}, 4, 10, "do not divide sequence 10; use 1, 2, 5, 10 ranks, or a multiple of 4"),
+        ({"hidden": 36}, 1, 0, "hidden 36 is no even number per head of 8; use a multiple of 16"),
+        ({"heads": 12, "hidden": 48, "kv_heads": 4}, 6, 0, "must divide the other; use 1, 2, 3, 6, 12 kv-heads"),
     ],
 )
 def test_sizes_that_cannot_be_divided_are_named_with_what_would_do(change, ranks, sequence, words):

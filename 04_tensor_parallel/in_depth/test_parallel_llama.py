@@ -16,7 +16,7 @@ from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, numbers, sgd_trace
 from parallel_block import Config, Parts, attention, drops_of_all_ranks, sync_replicated_gradients
-from parallel_linear import COLUMNS, Shard, TensorParallel, initial_weight, shards
+from parallel_linear import COLUMNS, Factor, Shard, TensorParallel, init_weights, initial_weight, shards
 from parallel_llama import (
     IGNORE,
     ParallelLlama,
@@ -155,7 +155,7 @@ def steps_of_variant(config: Config, weights: dict[str, Tensor]) -> list[tuple]:
 
 # Llama 3.1, Qwen2 and 3, other numbers than the defaults, and adapters
 LATER = {"qkv_bias": True, "qk_norm": True, "own_head_dim": 6, "rope_scaling": (8.0, 1.0, 4.0, 256)}
-LATER |= {"rope_theta": 500.0, "norm_eps": 1e-3}
+LATER |= {"rope_theta": 8000.0, "norm_eps": 1e-3}  # wavelengths of 6, 126 and 2513: kept, between, and slowed
 VARIANTS = {"untied": {}, "tied": {"tied": True}, "later": LATER | {"lora_rank": 2, "lora_scale": 1.5}}
 
 
@@ -315,8 +315,13 @@ def with_chapter_01s_parts() -> tuple[float, dict[str, Tensor]]:
     config = llama.LlamaConfig(**{name: getattr(SMALL, name) for name in llama.LlamaConfig.__dataclass_fields__})
     ParallelLlama(config, tp, llama.Parts(), p=0.1)  # with chapter 01's own attention dropout is as good as with ours
     parts = llama.Parts(attention=llama.recomputed(llama.attention_math))
-    model = ParallelLlama(config, tp, parts, wrap=llama.recomputed).double()
-    return step_of(model)
+    used = []
+    own = {"feed_forward": lambda *of: used.append("mlp") or parallel_llama.parallel_mlp(*of)}
+    own |= {"through": lambda *of: used.append(len(of[1])) or parallel_llama.one_by_one(*of)}
+    model = ParallelLlama(config, tp, parts, wrap=llama.recomputed, **own).double()
+    found = step_of(model)
+    assert used == ["mlp", "mlp", 2], "of two blocks"
+    return found
 
 
 def test_it_takes_chapter_01s_config_parts_and_recomputation():
@@ -634,6 +639,9 @@ def test_the_seed_and_the_name_decide_a_weight():
     a = initial_weight("model.layers.0.mlp.up_proj.weight", (4, 4), 2, seed=0)
     assert not torch.equal(a, initial_weight("model.layers.0.mlp.up_proj.weight", (4, 4), 2, seed=1))
     assert not torch.equal(a, initial_weight("model.layers.0.mlp.gate_proj.weight", (4, 4), 2, seed=0))
+    factor = Factor(4, 4, Shard(4, 0, 1, 0))
+    init_weights(factor, 2, seed=1)
+    assert torch.equal(factor.weight, initial_weight("weight", (4, 4), 2, seed=1))
 
 
 # ------------------------------------------------------------------------------------------------------- the script

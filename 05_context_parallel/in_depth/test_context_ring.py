@@ -647,8 +647,9 @@ def test_a_sequence_that_does_not_divide_is_refused_with_the_next_ones_that_do(l
 
 
 def run_demo(name: str, argv: list[str], nan: bool = False) -> list[str]:
-    """What the demo of a script of this folder finds wrong, that of context_ring.py with a NaN on rank 1 or not."""
-    module = importlib.import_module(name)
+    """What the demo of a script of this folder finds wrong. `nan`: rank 1 has one (of context_ring.py), and pairs and
+    bytes that are off by 1 (of this script and of packed_documents.py)."""
+    module, plain = importlib.import_module(name), dist.all_gather_object
     sys.argv = [f"{name}.py", *argv]
 
     def step(model: Model, *args, **options) -> Tensor:
@@ -657,14 +658,19 @@ def run_demo(name: str, argv: list[str], nan: bool = False) -> list[str]:
             model.up.weight.grad[0] = math.nan
         return loss
 
-    with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())), patch.object(script, "train_step", step):
+    def gather(found: list, mine: tuple, **options) -> None:
+        plain(found, (mine[0], *(number + (nan and dist.get_rank()) for number in mine[1:])), **options)
+
+    patches = patch.object(script, "train_step", step), patch.object(dist, "all_gather_object", gather)
+    with patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())), patches[0], patches[1]:
         return module.demo(module.parse_arguments(), dist.group.WORLD, torch.device("cpu"))
 
 
 def test_the_demo_without_a_mask_finds_nothing_wrong_but_a_nan():
     argv = ["--attention", "full", "--seq", "8", "--kv-heads", "1"]
     for found in run_ranks(2, run_demo, "context_ring", argv, nan=True):  # after a step both ranks have it
-        assert len(found) == 2 * len(CASES) and all("off by nan" in line for line in found), found
+        said = [sum(word in line for line in found) for word in ("off by nan", ": pairs", ": sent", "")]
+        assert said == [2 * len(CASES), len(CASES), len(CASES), 4 * len(CASES)], found
     assert text(2, 16384, 2).shape == (2, 16384), "the longest is there"
 
 
@@ -693,5 +699,9 @@ def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words):
 
 def test_the_largest_sizes_are_taken(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["context_ring.py", "--seq", "16384", "--heads", "1024", "--kv-heads", "1024"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     args = parse_arguments()
     assert (args.seq, args.heads, args.kv_heads) == (16384, 1024, 1024)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert refusal(parse_arguments) == "--nproc_per_node 3 is more than the GPUs here; use 2 or less"

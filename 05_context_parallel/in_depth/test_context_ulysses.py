@@ -547,13 +547,14 @@ def test_who_plans_for_equal_ranks_can_ask_for_heads_that_divide():
         check_heads(3, 2)
 
 
-@pytest.mark.always("3-argv1", "4-argv2")
+@pytest.mark.always("3-argv1", "4-argv2", "2-argv3")
 @pytest.mark.parametrize(
     ("ranks", "argv"),
     [
         (4, ["--attention", "causal", "--seq", "100", "--dtype", "float32"]),  # 25 tokens on a rank cannot be halved
         (3, ["--version", "ulysses", "--attention", "full", "--heads", "6", "--kv-heads", "2", "--seq", "93"]),
         (4, ["--version", "usp", "--attention", "causal", "--heads", "6", "--kv-heads", "3", "--seq", "16"]),
+        (2, ["--attention", "cross", "--seq", "16", "--ulysses-size", "1"]),
     ],
 )
 def test_a_length_is_refused_only_by_what_was_asked_for(ranks, argv):
@@ -583,6 +584,10 @@ def test_the_cost_model_is_printed_with_its_assumptions_and_its_deviations(capsy
         (["--version", "ulysses", "--ulysses-size", "2"], ["--ulysses-size 2", "--version usp"]),
         (["--cost-model", "--seq", "96"], ["--seq", "--cost-model", "leave it out"]),
         (["--kv-heads", "3"], ["--kv-heads 3", "--heads 4"]),
+        (["--version", "usp", "--attention", "sparse"], ["--attention sparse", "ring", "--version ulysses"]),
+        (["--version", "together", "--layout", "striped"], ["--layout striped", "--version usp"]),
+        (["--version", "usp", "--ulysses-size", "1", "--seq", "100"], ["2P = 8", "zigzag", "96 or 104"]),  # by default
+        (["--version", "usp", "--ulysses-size", "4", "--seq", "98"], ["--seq 98", "96 or 100"]),  # 4 heads are enough
     ],
 )
 def test_a_wrong_option_ends_with_one_line_that_names_it(argv, words):

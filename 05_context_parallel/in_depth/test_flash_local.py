@@ -1,5 +1,6 @@
 """Local attention without scores in memory: the same numbers, a bounded peak, and the right kernel for each tensor."""
 
+import sys
 from types import SimpleNamespace
 
 import flash_local as script
@@ -175,11 +176,17 @@ def test_what_the_gpu_kernels_are_given_fits_their_signatures():
 # ------------------------------------------------------------------------------------------------------ the script
 
 
-def test_the_demo_finds_nothing_wrong_but_a_nan(monkeypatch):
+def test_the_demo_finds_nothing_wrong_but_a_nan(monkeypatch, capsys):
     args = SimpleNamespace(tokens=20, tile=6, dtype="float64")
     assert script.demo(args, torch.device("cpu")) == []
+    printed = capsys.readouterr().out
+    assert printed.count(" 12,800 ") == printed.count(" 1,152 ") == 2, "bytes of 20 x 20 scores in fp64, and of 6 x 6"
     monkeypatch.setattr(script, "off", lambda got, want: torch.nan)
     assert len(script.demo(args, torch.device("cpu"))) == 6  # three kernels, causal or not
+    monkeypatch.setattr(script, "demo", lambda args, device: ["wrong"] * (args.tokens == 2))
+    for tokens in (2, 16384):  # neither is refused
+        monkeypatch.setattr(sys, "argv", ["flash_local.py", "--tokens", str(tokens), "--tile", "1"])
+        assert script.main() == (tokens == 2)
 
 
 def test_tiles_of_no_tokens_are_refused():

@@ -331,6 +331,12 @@ def test_the_demo_knows_pairs_and_bytes_of_all_gather_and_ring(options):
     assert run_ranks(2, run_demo, "packed_documents", ["--documents", *options.split()]) == [[], []]
 
 
+def test_the_demo_compares_the_pairs_and_bytes_of_every_rank():
+    argv = ["--documents", "3", "1", "--version", "ring", "--layout", "striped"]
+    for found in run_ranks(2, run_demo, "packed_documents", argv, nan=True):
+        assert [line.split()[2] for line in found] == ["sent", "pairs"], found
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -1,8 +1,10 @@
 """Pairs of DualPipe that take turns: the recorded order, the gradients, the time, and what happens after an error."""
 
+import io
 import os
 import sys
 import threading
+from contextlib import redirect_stdout
 from functools import cache, partial
 from itertools import pairwise
 from unittest.mock import patch
@@ -94,6 +96,8 @@ def test_an_error_in_one_chunk_ends_both_is_raised_and_leaves_turns_usable(who):
     assert log[-2:] == ["b0 waited for", "b1"]
     chunk(turns, log, "x", 1)()
     assert log[-1] == "x1", "and no turn is left over for a chunk that runs alone"
+    with pytest.raises(SystemExit):
+        turns.overlap(lambda: None, sys.exit)  # in a thread of its own it would end without a word
 
 
 def test_a_backward_in_its_own_thread_recomputes_under_the_autocast_of_its_forward():
@@ -287,20 +291,23 @@ def demo_with_a_wrong_rank(experts):
                     stage[-1].down.grad[0] = torch.nan
 
     alone = patch.object(overlapped_pair, "covered", lambda events, sent: dist.get_rank() == 0)
-    with alone, patch.object(overlapped_pair, "Pipeline", Spoiled):
-        return demo(experts)
+    with alone, patch.object(overlapped_pair, "Pipeline", Spoiled), redirect_stdout(io.StringIO()) as out:
+        return demo(experts), " ".join(out.getvalue().split())
 
 
 def test_a_nan_in_a_gradient_of_one_rank_is_no_pass():
     """Nor are messages of that rank that nothing was computed beside."""
     wrong = ["largest error against one process", "messages that nothing was computed beside"]
-    assert run_ranks(2, demo_with_a_wrong_rank, 1) == [wrong] * 2
+    (found, said), beside = run_ranks(2, demo_with_a_wrong_rank, 1)
+    assert (found, "") == beside == (wrong, ""), "rank 0 alone prints"
+    assert all(words in said for words in ("7 pairs", "1e-10 nan", "[56, 56] [56, 0]", "a pair 15 15")), said
 
 
 @pytest.mark.parametrize("wrong", [[], ["one thing", "another"]], ids=["nothing", "two things"])
 def test_the_script_ends_with_1_and_what_is_wrong_or_with_pass(wrong, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["overlapped_pair.py"])
-    monkeypatch.setattr(overlapped_pair, "run", lambda experts, device: wrong)
+    monkeypatch.setenv("WORLD_SIZE", "4" if wrong else "3")  # experts on 2 of an even number, or else on 1
+    monkeypatch.setattr(overlapped_pair, "run", lambda experts, _: wrong if experts == 1 + bool(wrong) else [experts])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("init_process_group", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda *given, **options: None)

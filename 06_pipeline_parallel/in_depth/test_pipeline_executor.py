@@ -1,11 +1,11 @@
 """The executor: every schedule gives the gradients of the whole model, holds what `simulate` says, and never hangs."""
 
+import io
 import random
 import re
 import time
 import weakref
-from argparse import Namespace
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import cache, partial, partialmethod
 from unittest.mock import patch
@@ -869,6 +869,9 @@ def refusals():
                 run(*given)
     with torch.no_grad(), pytest.raises(ValueError, match="step under no_grad .* forward_only"):
         pipeline.step(two, two)
+    stages = {(0, s): Returns("weights alone") for s in range(2)}  # in float64
+    with pytest.raises(ValueError, match=r"stage 0 returned \[3, 4\] torch.float64 where .* \[3, 4\] torch.float32"):
+        one_step(build("interleaved", 1, 2, 2), stages, torch.ones(2, 3, 4))
 
 
 def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_sent():
@@ -926,10 +929,15 @@ def demo_with_a_nan():
         if group.rank() == 1:
             next(stages[0, 1].parameters()).grad[0] = torch.nan
 
-    args, schedule = Namespace(layers=2, untied=True), build("1f1b", 2, 2)
-    with patch.object(pipeline_executor, "sum_mirrored", spoiled):
-        return pipeline_executor.demo(args, schedule, dist.group.WORLD, torch.device("cpu"))
+    words = "x --schedule interleaved --stages-per-rank 1 --micro-batches 2 --layers 2 --untied"  # which is 1f1b
+    with patch("sys.argv", words.split()), patch.dict("os.environ", WORLD_SIZE="2"):
+        args, schedule = parse_arguments()
+    with patch.object(pipeline_executor, "sum_mirrored", spoiled), redirect_stdout(io.StringIO()) as out:
+        wrong = pipeline_executor.demo(args, schedule, dist.group.WORLD, torch.device("cpu"))
+    return wrong, " ".join(out.getvalue().split())
 
 
 def test_a_nan_in_one_gradient_of_one_rank_is_no_pass():
-    assert run_ranks(2, demo_with_a_nan) == [["largest error against the reference"]] * 2
+    (found, said), beside = run_ranks(2, demo_with_a_nan)
+    assert (found, "") == beside == (["largest error against the reference"], ""), "rank 0 alone prints"
+    assert re.search(r"1e-10 nan .* \[2, 1\] \[2, 1\] bytes .* \[16384, 16384\] \[16384, 16384\]$", said), said

@@ -113,6 +113,15 @@ def test_a_heuristic_that_misses_the_optimum_or_the_limit_is_no_pass(words, opti
     assert capsys.readouterr().out.splitlines()[-1].startswith(said)
 
 
+def test_a_search_that_miscounts_or_is_dearer_than_the_heuristic_is_no_pass(monkeypatch):
+    good, slow = (schedule_of(words.split(), 2) for words in ("FFBWBW FBFBWW", "FBWFBW FBWFBW"))
+    monkeypatch.setattr(schedule_search, "automatic", lambda *case: good)
+    for found, cost, measured in ((good, 6, 7), (slow, 10, 10)):
+        monkeypatch.setattr(schedule_search, "exhaustive", lambda *_, most, it=(found, cost): (*it, most))
+        said = f"the search says {cost}, its schedule costs {measured}, the heuristic's 7"
+        assert schedule_search.compare(2, 2, Times(), 2)[1] == said
+
+
 def test_micro_batches_may_keep_their_order_on_every_rank():
     times, best = Times(2, 1, 3, communication=1), float("inf")
     rows = []
@@ -216,6 +225,7 @@ def test_a_case_out_of_reach_is_one_line():
         ["--limit", "0", "--ranks", "2"],
         ["--times", "1,2"],
         ["--times", "0,1,1"],
+        ["--times", "1,1,0"],
         ["--times", "1,1,1,1,1"],
         ["--limit", "3"],  # without --ranks, which the grid would ignore, too
         ["--micro-batches", "3"],  # the grid of all cases would ignore it

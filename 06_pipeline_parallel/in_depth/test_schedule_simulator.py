@@ -140,6 +140,7 @@ def test_a_pair_starts_when_both_halves_can_and_takes_its_own_time():
     assert timeline.start == ((0, 2, 2, 9),)
     assert timeline.end == ((2, 9, 9, 16),)
     assert simulate(pair, Times(2, 3, 4)).end == ((2, 11, 11, 18),)  # nothing gained: 2 + 3 + 4
+    assert simulate(pair, Times(2, 3, 4, pair=0)).end == ((2, 2, 2, 9),), "a time of 0 is a time"
     late = by_hand("F0@0 F1@0 F2@0 +BW0@0 BW1@0 BW2@0", "F0@1 BW0@1 F1@1 BW1@1 F2@1 BW2@1")
     assert simulate(late).start[0][2:4] == (4, 4)  # F2 could start at 2, but its partner waits for rank 1
 
@@ -156,12 +157,13 @@ FAULTS = {  # what is wrong: (schedule, what the message must say)
     "an action twice": (by_hand("F0@0 BW0@0 BW0@0"), "BW0@0: its B is done twice"),
     "weights twice": (by_hand("F0@0 BW0@0 W0@0"), "W0@0: its W is done twice"),
     "no weight gradient": (by_hand("F0@0 B0@0 F1@0 BW1@0"), "W0@0 is missing"),
-    "a missing micro-batch": (replace(GOOD, micro_batches=3), "F2@0 is missing"),
+    "a missing micro-batch": (replace(GOOD, micro_batches=3), "rank 0: F2@0 is missing"),
     "backward before forward": (by_hand("F0@0 BW1@0 BW0@0 F1@0"), "BW1@0 comes before F1@0"),
     "weights before input": (by_hand("F0@0 W0@0 B0@0"), "W0@0 comes before B0@0"),
     "a stage of another rank": (by_hand("F0@0 F0@1 BW0@0", "BW0@1"), "rank 0: F0@1: that stage lies on rank 1"),
     "a stage that does not exist": (by_hand("F0@0 BW0@0 F0@1"), "F0@1: there are 1 stages and 1 micro-batches"),
     "a stage below zero": (replace(GOOD, actions=((Action(F, -1, 0),), ())), "F0@-1: there are 2 stages"),
+    "a micro-batch below zero": (replace(GOOD, actions=((Action(F, 0, -1),), ())), "F-1@0: there are 2 stages"),
     "a micro-batch that does not exist": (replace(GOOD, micro_batches=1), "F1@0: there are 2 stages and 1 micro-"),
     "an unknown kind": (by_hand("F0@0 BW0@0 X0@0"), "'X'"),
     "a circle": (by_hand("F0@0 BW0@0 F1@0 BW1@0", "F0@1 F1@1 BW0@1 BW1@1"), "rank 1 waits at F1@1 for F1@0"),
@@ -327,7 +329,8 @@ def test_bw_yields_both_results_and_its_time_is_their_sum():
     action = Action(BW, 3, 5)
     assert action.yields() == [(B, 3, 5), (W, 3, 5)]
     assert str(action) == "BW5@3"
-    assert Times(1, [0, 0, 0, 2], [0, 0, 0, 4]).of(action) == 6
+    assert Times(1, [0, 0, 0, 2], (0, 0, 0, 4)).of(action) == 6
+    assert schedule_simulator.parse_times("3,4,2,0") == schedule_simulator.parse_times("3,4,2") == Times(3, 4, 2)
 
 
 def test_the_demo_prints_what_the_checker_says_and_fails_without_it(monkeypatch, capsys):
@@ -336,6 +339,11 @@ def test_the_demo_prints_what_the_checker_says_and_fails_without_it(monkeypatch,
     good, bad, last = capsys.readouterr().out.splitlines()
     assert (good, last) == ("good: 9 units of time, bubble 3, held (2, 1)", "PASS")
     assert bad == "bad: by hand: deadlock: rank 0 waits at BW0@0 for B0@1; rank 1 waits at F1@1 for F1@0"
+    monkeypatch.setenv("RANK", "1")
+    schedule_simulator.main()
+    with pytest.raises(SystemExit):
+        schedule_simulator.OneLineParser().error("no")
+    assert capsys.readouterr() == ("", ""), "rank 0 alone prints"
     monkeypatch.setattr(schedule_simulator, "check", lambda schedule: None)
     with pytest.raises(SystemExit, match="let a deadlock pass"):
         schedule_simulator.main()

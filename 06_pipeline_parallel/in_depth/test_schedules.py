@@ -224,6 +224,9 @@ def test_a_formula_is_given_from_the_first_numbers_on_for_which_it_holds_and_for
         ("1f1b", 4, 1, Times([1, 1, 1, 1]), None),
     ):
         assert published(build(name, 4, m, v), times)[0] == want, f"{name}, m={m}, {times}"
+    for name, m, v in (("afab", 2, 1), ("1f1b", 2, 1), ("zb-h1", 2, 1), ("zb-h2", 2, 1), ("llama3", 4, 2)):
+        few = build(name, 4, m, v)
+        assert published(few, Times())[1] == simulate(few).peak_activations, f"{name} holds all {m} micro-batches"
     assert published(build("llama3", 3, 7, 2, in_flight=5), Times()) == (None, None), "2 are left for 3 ranks"
     assert published(build("llama3", 3, 7, 2, in_flight=4), Times())[0] == 2 * 3, "and as many as ranks are enough"
     assert published(build("llama3", 3, 7, 2, in_flight=2), Times()) == (None, None)
@@ -398,6 +401,10 @@ def test_in_the_table_auto_is_built_for_the_times_that_are_given(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["schedules.py", "--times", "1,1,1,5"])
     times = Times(1, 1, 1, communication=5)
     assert schedules.arguments().schedules[-1] == build("auto", 4, 8, times=times) != build("auto", 4, 8)
+    cases = {"auto --limit 4": (1, {"limit": 4}), "llama3 --in-flight 5": (2, {"in_flight": 5})}
+    for given, (v, options) in (cases | {"interleaved --stages-per-rank 3": (3, {})}).items():
+        monkeypatch.setattr(sys, "argv", ["schedules.py", "--schedule", *given.split()])
+        assert schedules.arguments().schedules == [build(given.split()[0], 4, 8, v, **options)], given
 
 
 @pytest.mark.parametrize("formula", [(123.0, None), (None, (9, 9, 9, 9))])
@@ -415,6 +422,7 @@ def test_a_wrong_option_is_one_line_with_option_value_and_remedy():
         (["--draw-all", ""], "--draw-all: '': name a file or a folder"),
         (["--ranks", "3", "--schedule", "dualpipe"], "--schedule dualpipe: 3 ranks; use an even number"),
         (["--in-flight", "4"], "--in-flight 4 needs --schedule llama3"),
+        (["--schedule", "llama3", "--in-flight", "0"], "0 micro-batches in flight; use 1 to 8"),
         (["--schedule", "1f1b", "--limit", "4"], "--limit 4 needs --schedule auto"),
         (["--schedule", "auto", "--limit", "0"], "--limit 0"),
         (["--stages-per-rank", "0"], "--stages-per-rank 0: use 1 to 256"),

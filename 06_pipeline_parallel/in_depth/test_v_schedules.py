@@ -11,7 +11,7 @@ import v_schedules
 from harness.programs import refusal, run_script
 from schedule_search import Exhaustive, exhaustive
 from schedule_simulator import Action, B, F, Schedule, ScheduleError, Times, W, check, simulate
-from schedules import FOLDED, LOOPED, build
+from schedules import FOLDED, LOOPED, build, compare
 from test_schedules import auto_is_cheaper
 from v_schedules import ORDERS, WAYS, automatic_v, block, greedy_v, predicted, starts, v_half, v_min, v_shape
 
@@ -49,6 +49,7 @@ def test_what_is_held_and_the_bubble_are_those_predicted():
             check(schedule)
             timeline = simulate(schedule)
             assert (timeline.bubble, timeline.peak_activations) == predicted(name, p), f"{name} p={p} m={m}"
+    assert compare(build("v-min", 5, 6, 2), Times())[0][-2:] == ["6", "6"], "on other ranks; rank 0 holds 4"
 
 
 def test_v_min_holds_a_third_and_v_half_a_half_of_what_1f1b_holds():
@@ -101,6 +102,9 @@ def test_the_automatic_v_has_the_simulators_clock():
             for action, start, free in zip(actions, began, (0, *ends), strict=False):
                 assert start == free or left == 0, f"{action} is waited for with {left} W's to do"
                 left += {B: 1, W: -1}.get(action.kind, 0)
+    for w, patient, turn in ((3, True, B), (3, False, W), (2, True, W)):  # at 7, and a gradient comes to rank 0 at 9
+        case = greedy_v(2, 2, Times(1, [1, 3, 1, 1], w), 4, (3, 3), ORDERS[0], patient)
+        assert case.actions[0][6].kind == turn, f"W takes {w}, patient: {patient}"
 
 
 def test_more_memory_buys_less_bubble():
@@ -124,6 +128,7 @@ def test_without_a_limit_a_rank_of_the_automatic_v_may_hold_4p_half_stages(monke
     limits = set()
     monkeypatch.setattr(v_schedules, "greedy_v", lambda p, m, times, limit, *_: limits.add(limit) or one_by_one(p, m))
     automatic_v(3, 2)
+    build("auto", 3, 2, 2)
     assert limits == {12}
 
 
@@ -173,6 +178,7 @@ def test_in_a_v_the_search_finds_what_trying_every_order_finds():
             except ScheduleError:
                 continue
         assert Exhaustive(2, 1, times, 2, v_shape(2)).run(one_by_one(2, 1), float("inf"))[1] == best
+        assert exhaustive(2, 1, times, 2, one_by_one(2, 1))[1] == best, "it has the placement of its start"
 
 
 def test_in_a_v_of_unequal_stages_the_bound_cuts_off_no_best_schedule():
@@ -246,7 +252,7 @@ def test_the_demo_passes_and_a_wrong_option_is_one_line():
         assert given[0] in said and given[1] in said
 
 
-@pytest.mark.parametrize(("options", "m"), [([], 14), (["--micro-batches", "9"], 9)])
+@pytest.mark.parametrize(("options", "m"), [([], 14), (["--micro-batches", "9"], 9), (["--micro-batches", "7"], 7)])
 def test_a_prediction_that_misses_ends_the_demo_with_1_and_the_numbers(options, m, monkeypatch, capsys):
     sizes = []
     monkeypatch.setattr(v_schedules, "v_min", lambda p, m: sizes.append((p, m)) or v_min(p, m))

@@ -1,6 +1,7 @@
 """Dispatch and experts: every version and every computation against all experts on all tokens, and the bytes."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import expert_dispatch
 import pytest
@@ -225,6 +226,17 @@ def test_a_chosen_expert_of_weight_zero_still_gives_its_weight_a_gradient():
         assert grad.abs().min() > 1e-3, f"rank {rank}: {grad}"
 
 
+def demos() -> list[list[str]]:
+    sizes = dict(experts=4, top_k=2, router="sigmoid", nodes=2, max_nodes=1, capacity=1.0, hidden=8, intermediate=12)
+    versions = [("pairs", "grouped"), ("once", "padded")]
+    given = [SimpleNamespace(**sizes, tokens=8, version=version, compute=compute) for version, compute in versions]
+    return [expert_dispatch.demo(args, dist.group.WORLD, torch.device("cpu")) for args in given]
+
+
+def test_the_demo_finds_nothing_wrong_in_float32_with_drops_either():
+    assert run_ranks(2, demos) == [[[], []]] * 2
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -255,6 +267,7 @@ def test_experts_that_do_not_divide_are_refused():
         ("--top-k 9", "top-k 9 of 8 experts is impossible"),
         ("--nodes 3", "nodes 3 do not divide 8 experts"),
         ("--capacity -1", "--capacity -1.0 leaves no room"),
+        ("--capacity 0", "--capacity 0.0 leaves no room"),
         ("--capacity inf", "--capacity inf leaves no room"),
         ("--compute grouped --hidden 10", "--compute grouped needs --hidden"),
         ("--compute grouped --intermediate 10", "--compute grouped needs --hidden"),

@@ -63,6 +63,8 @@ def both(sizes: list[int]) -> dict:
     group = dist.group.WORLD
     seen = moe_fixed(*leaves(sizes, dist.get_rank()).values(), K, 17, group)[2]
     assert seen.counts.sum() == K * sum(sizes), "not the counts of all ranks"
+    plan = fixed_dispatch.plan_fixed(torch.zeros(4, K, dtype=torch.int64), E, 1.0, group)
+    assert plan.send == plan.receive == [E // len(sizes)] * len(sizes), "a slot of each expert there"
     return {(router, C): [results(f, sizes, router, C, group) for f in (fixed, eager)] for router, C in RUNS}
 
 
@@ -94,6 +96,7 @@ def test_bytes_sent_equal_the_formula_whatever_was_chosen(P):
         for run, (got, _) in found.items():
             want = bytes_sent_fixed(P, E, run[1], H, 8)
             assert got["bytes"] == want, f"rank {rank}, {run}: {got['bytes']} bytes, not {want}"
+    assert bytes_sent_fixed(2, 4, 3, 5, 2) == 2 * 2 * (2 * 3 * 5) * 2, "bf16: of two experts three slots each"
 
 
 def test_a_pair_gets_the_next_slot_of_its_expert_first_choices_first_and_the_dropped_get_none():

@@ -241,6 +241,8 @@ def with_a_flipping_router(wrap) -> tuple[dict, list]:
     with patch.object(moe_layer, "router_logits", router):
         y = wrap(nn.Sequential(layer, nn.SiLU()))(x)  # something behind it, or recomputation would end inside it
         (y * y.detach().cos()).sum().backward()
+    assert layer.tape is None, "a tape that stays would be replayed by the next call"
+    assert not any(loss.requires_grad for loss in layer.losses.values()), "the log keeps no graph alive"
     return gradients_of(layer) | {"x": x.grad}, [router.calls, layer.step_counts.sum().item(), layer.losses]
 
 
@@ -408,6 +410,16 @@ def test_under_autocast_tokens_travel_in_bf16_and_the_router_stays_in_float32():
         assert gate == torch.float32 and dx.isfinite().all()
     with torch.autocast("cpu", torch.bfloat16):
         assert lively(MoE(SMALL, None, None), 4)(numbers(8, 16)).dtype == torch.float64, "autocast leaves it alone"
+
+
+def demos() -> list[list[str]]:
+    plain = SimpleNamespace(experts=8, top_k=2, router="softmax", version="pairs", normalise="no", recompute=False)
+    again = SimpleNamespace(experts=8, top_k=2, router="sigmoid", version="once", normalise=None, recompute=True)
+    return [moe_layer.demo(args, dist.group.WORLD, torch.device("cpu")) for args in (plain, again)]
+
+
+def test_the_demo_finds_nothing_wrong_on_two_ranks():
+    assert run_ranks(2, demos) == [[[], []]] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input

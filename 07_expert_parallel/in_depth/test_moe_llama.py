@@ -240,7 +240,8 @@ def two_slices() -> tuple[Trace, list]:
 
 def test_a_step_without_a_label_has_loss_0():
     batch = [(tokens, torch.full_like(labels, -100)) for tokens, labels in batch_of(0, M, B, S)]
-    assert train_step(MoELlama(CONFIGS["softmax"], None, None), batch, None, None) == 0
+    loss = train_step(MoELlama(CONFIGS["softmax"], None, None), batch, None, None)
+    assert loss == 0 and not loss.requires_grad, "it is for the log, and keeps no graph alive"
 
 
 @pytest.mark.prove
@@ -457,6 +458,7 @@ def test_a_group_size_that_does_not_divide_the_ranks_is_refused():
         ("--ep 3", "--ep 3 does not divide 4 ranks; use 1, 2, 4"),
         ("--experts 6", "--experts 6 do not divide among 4 expert-parallel ranks; use 1, 2, 3, 6 ranks"),
         ("--top-k 9", "--top-k 9 of 8 experts is impossible; use 1 to 8"),
+        ("--capacity 0", "--capacity 0.0 leaves no room"),
         ("--capacity inf", "--capacity inf leaves no room"),
         ("--router hash", "--router"),
     ],

@@ -303,3 +303,4 @@ def test_an_unknown_router_is_refused():
         check_routing(8, 0)
     with pytest.raises(ValueError, match="nodes 0 do not divide 8 experts; use 1, 2, 4, 8"):
         check_routing(8, 2, nodes=0)
+    check_routing(8, 3, nodes=2, M=2)  # on all nodes there is no limit, and nothing to share evenly

@@ -129,6 +129,9 @@ def test_bytes_over_the_slow_link_and_inside_the_node_equal_their_formulas(P, no
         slow = sum(n for to, n in result["to"].items() if node_of(to) != node_of(rank))
         want = bytes_by_link([r["experts"] for r in results], rank, nodes, E, H, 8)
         assert (slow, result["bytes"] - slow) == want, f"rank {rank} of {P} on {nodes} nodes"
+    experts = [torch.tensor([[0, 2]]), torch.tensor([[3, 2]])]  # one of two tokens has an expert on the other rank
+    for nodes, want in ((2, (26 * 2 + 24, 0)), (1, (0, 26 * 2 + 24))):
+        assert bytes_by_link(experts, 0, nodes, 4, 12, 2) == want, "a row and two weights, there and back, in bf16"
 
 
 def rows_over_the_slow_link() -> dict[tuple[int, str], int]:

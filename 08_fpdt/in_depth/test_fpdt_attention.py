@@ -18,6 +18,7 @@ from fpdt_attention import (
     EXPLICIT,
     FUSED,
     ChunkedAttention,
+    Kernel,
     attend,
     check_sizes,
     demo,
@@ -144,6 +145,7 @@ def test_the_fused_kernel_gives_what_the_explicit_one_does():
         got = (*got, *FUSED.backward(dout, q, k, v, *given, causal=causal))
         for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
             assert_same(x, y, what=name)
+    assert explicit_forward(*(x.bfloat16() for x in (q, k, v)), causal=True)[1].dtype == torch.float32
     for on_gpu, dtype in product((False, True), (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
         want = EXPLICIT if on_gpu and dtype in (torch.float32, torch.float64) else FUSED
         assert kernel_for(SimpleNamespace(is_cuda=on_gpu, dtype=dtype)) is want, (on_gpu, dtype)
@@ -272,7 +274,7 @@ def sizes_for(P: int, u: int) -> list[tuple[Sizes, int]]:
     """And with how many slots: two, as usual, or one."""
     base = [Sizes(64, P, u, 8, 8, 4, 8), Sizes(128, P, u, 8, 2, 8, 4), Sizes(64, P, u, 16, 4, 2, 8)]
     base += [Sizes(64, P, u, 8, 2, 8, 2), Sizes(64, P, u, 8, 8, 4, 2)]  # in bf16
-    return [(z, 2) for z in base] + [(base[0], 1)]
+    return [(z, 2) for z in base] + [(base[0], 1), (base[1].with_chunks(1), 2)]
 
 
 @pytest.mark.always("1-2", "2-4")
@@ -331,6 +333,7 @@ def test_the_recorded_schedule_is_the_one_whose_idle_time_is_known():
     for u in (1, 2, 4, 8):
         got, want = alone(operations, u), record_forward(u)
         assert [(o.stream, o.name, o.after) for o in got] == [(o.stream, o.name, o.after) for o in want], u
+        assert sum(o.amount for o in got if o.name == "attend") == S * (S + 1) / 2, "pairs of a query and a key"
 
 
 def race(who: str, whom: str, backward_only: bool, declared: bool) -> str:
@@ -407,6 +410,10 @@ def refusals() -> tuple[str, str, tuple[int, int], list[int]]:
     loss.backward(retain_graph=True)
     full = error_from(ValueError, attention, q, k, v, causal=False)
     again = error_from(RuntimeError, loss.backward)
+    told, k_alone = [], k.clone().requires_grad_()
+    spies = (lambda *x, of=of, **how: told.append(of) or of(*x, **how) for of in (explicit_forward, explicit_backward))
+    fpdt_attention(dist.group.WORLD, 2, store, Kernel(*spies))(q, k_alone, v.detach(), causal=True).sum().backward()
+    assert told == [explicit_forward] * 3 + [explicit_backward] * 3, "another kernel than the one that is given"
     del loss
     return full, again, validation, [*held, store.host_bytes]
 

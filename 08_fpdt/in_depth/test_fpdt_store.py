@@ -130,6 +130,8 @@ def test_a_device_of_limited_size_refuses_what_does_not_fit():
     with pytest.raises(MemoryError, match="of 100 bytes"), DeviceMemory(100):
         keep = [torch.zeros(20) for _ in range(2)]
         del keep
+    with pytest.raises(MemoryError, match="would need 32 of 0 bytes"):
+        offloaded(Store(CpuMachine(), host_limit=0), 1)
     with DeviceMemory(160):  # this just fits
         keep = [torch.zeros(20) for _ in range(2)]
         del keep
@@ -232,6 +234,12 @@ def test_too_little_host_memory_is_found_before_anything_starts(monkeypatch):
     with pytest.raises(ValueError, match="3,073 bytes and 3,072 are free"):
         check_host(3073)
     check_chunks(2048)  # as many as it says
+    monkeypatch.setattr(Path, "read_text", lambda path: "MemFree: 9 kB\n")  # not Linux: all that there is
+    everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with pytest.raises(ValueError, match=f" and {everything:,} are free"):
+        check_host(everything + 1)
+    monkeypatch.setenv("HOST_MEMORY", "0.0001")
+    assert "need 196,608 bytes and 107,374 are free" in refusal(main)
 
 
 @pytest.mark.parametrize(

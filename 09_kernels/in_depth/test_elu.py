@@ -179,7 +179,7 @@ def test_what_cannot_be_right_is_refused_in_one_line():
         assert_refused(r"not torch\.bfloat16", elu, x.bfloat16(), 1.0, "triton")
 
 
-def test_a_wrong_option_is_one_line_and_exit_code_2():
+def test_a_wrong_option_is_one_line_and_exit_code_2(monkeypatch):
     for options, message in {
         "--size 0": "--size 0 must be at least 1",
         "--alpha -2": "--alpha -2.0 must be 0 or more, and finite in float32",
@@ -190,6 +190,12 @@ def test_a_wrong_option_is_one_line_and_exit_code_2():
         "--show --alpha 2 --compile": "--show prints the code and ends; leave out --alpha --compile",
     }.items():
         assert refusal(chapter.main, options) == message
+    seen = []
+    monkeypatch.setattr(chapter, "demo", lambda *given: seen.append(given) or 0)
+    for options in ("--size 1 --alpha 0", "--alpha 1e30 --compile"):  # what is just let through
+        monkeypatch.setattr("sys.argv", ["elu.py", *options.split()])
+        assert chapter.main() == 0
+    assert [given[:2] for given in seen] == [(1, 0.0), (5003, 1e30)] and seen[1][3], seen
 
 
 def test_a_version_that_computes_nothing_does_not_pass(monkeypatch, capsys):

@@ -127,7 +127,7 @@ def test_a_block_takes_its_tiles_of_queries_in_pairs_that_cost_the_same():
 
 @pytest.mark.parametrize(("name", "causal"), [("causal", True), ("all keys", False)])
 def test_sectors_asked_for_are_those_predicted_and_tiles_beyond_the_diagonal_are_not(name, causal):
-    for B, S_q, S_k, N, N_kv, D in ((1, 200, 260, 2, 1, 64), (1, 20, 150, 1, 1, 128)):
+    for B, S_q, S_k, N, N_kv, D in ((1, 200, 260, 2, 1, 64), (2, 20, 150, 1, 1, 128)):
         last = band(S_q, S_k, causal)[1]
         predicted = sectors(B, S_q, S_k, N, D, last)
         assert cuda.count(inputs(B, S_q, S_k, N, N_kv, D, "cpu"), last) == predicted, name
@@ -214,6 +214,7 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         ("do not fit", [torch.cat((q, q)), k, v], {}),
         ("pass 32 bits", [q[:, :1].expand(-1, 2**29, -1, -1), k, v], {}),
         ("pass 32 bits", [q, *(x[:, :1].expand(-1, 2**29, -1, -1) for x in (k, v))], {}),
+        ("pass 32 bits", [x.expand(2**28, -1, -1, -1) for x in (q, k, v)], {}),
         ("an empty tensor has no tile", tensors(S=0), {}),
         ("4 query heads do not divide among 3", tensors(N_kv=3), {}),
         ("window 4: the CUDA kernel knows causal and offset only", [q, k, v], {"window": 4}),
@@ -222,6 +223,8 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         ("q is on meta; the CUDA kernel runs on a GPU, or emulated", [x.to("meta") for x in (q, k, v)], {}),
     ):
         assert_refused(words, cuda_forward, *given, causal=True, **options)
+    for given in ([x.expand(2**28 - 1, -1, -1, -1) for x in (q, k, v)], [q[:, :1].expand(-1, 2**29 - 1, -1, -1), k, v]):
+        cuda.check(*given, None, torch.bfloat16)  # these just fit
 
 
 def test_a_wrong_option_is_one_line_and_exit_code_2():

@@ -26,7 +26,7 @@ from flash_kernels import (
     triton_backward,
     triton_forward,
 )
-from flash_tiles import explicit_attention, step, tiled_backward, tiled_forward, torch_attention
+from flash_tiles import Version, explicit_attention, step, tiled_backward, tiled_forward, torch_attention
 from harness.meter import peak_memory, saved_activations
 from harness.programs import assert_refused, error_from, printed_json, refusal
 from harness.ranks import run_ranks
@@ -422,6 +422,8 @@ def test_a_model_of_chapter_1_can_take_it_as_its_attention():
     assert_same(flash_attention(q, k, v, causal=True), want.transpose(1, 2), 1e-5)
     for attention in (flash_attention, lambda *given, **mask: flash_attention_with_lse(*given, **mask)[0]):
         assert_same(attention(q, k, v), want.transpose(1, 2), 1e-5, "causal, unless told otherwise")
+        nothing = Version(lambda q, k, v, **how: (q * 0, q[..., 0].mT * 0), None)
+        assert (attention(q, k, v, version=nothing) == 0).all(), "another version than the one that is given"
         mask = dict(causal=True, window=7, offset=3)
         assert_same(attention(q, k, v, **mask), explicit_attention(q, k, v, **mask), 1e-5, str(mask))
 

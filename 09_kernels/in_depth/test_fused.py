@@ -79,8 +79,8 @@ def test_rows_that_lie_apart_are_read_at_their_stride():
     cases = {
         "softmax": (softmax, softmax_reference, [b], []),
         "softmax of columns": (softmax, softmax_reference, [column], []),
-        "rms_norm": (rms_norm, rms_norm_reference, [b, weight], [1e-5]),
-        "add_rms_norm": (add_rms_norm, REFERENCE["add_rms_norm"], [c, a, weight], [1e-5]),
+        "rms_norm": (rms_norm, rms_norm_reference, [b, weight], [0.1]),
+        "add_rms_norm": (add_rms_norm, REFERENCE["add_rms_norm"], [c, a, weight], [0.1]),
         "swiglu": (swiglu, swiglu_reference, [b, c], []),
         "swiglu of one contiguous tensor": (swiglu, swiglu_reference, [b, c.contiguous()], []),
     }
@@ -194,6 +194,8 @@ def test_bytes_moved_count_every_input_and_output_once():
     x, w = numbers(2, 5, 40, dtype=torch.float32).to(DEVICE), torch.ones(40, device=DEVICE)
     n = x.nbytes
     assert bytes_moved("softmax", x.numel(), 4) == (n + n, 2 * n + n)
+    assert bytes_moved("rms_norm", x.numel(), 4) == (n + n, 2 * n + n)  # x and dy in, dx out
+    assert bytes_moved("rope", x.numel(), 4) == (n + n, n + n) and bytes_moved("add_rms_norm", x.numel(), 4)[1] == 4 * n
     assert bytes_moved("add_rms_norm", x.numel(), 4)[0] == sum(y.nbytes for y in (x, x, *add_rms_norm(x, x, w, 1e-5)))
     assert bytes_moved("swiglu", x.numel(), 2) == (3 * n // 2, 5 * n // 2)
 
@@ -264,6 +266,7 @@ def test_empty_tensors_pass_through():
     assert softmax(torch.empty(0, 5, device=DEVICE)).shape == (0, 5)
     x = torch.empty(0, 5, device=DEVICE, requires_grad=True)
     w = torch.ones(5, device=DEVICE, requires_grad=True)
+    assert softmax(torch.ones(1, MAX_COLS, device=DEVICE))[0, -1] == 1 / MAX_COLS, "the longest row"
     rms_norm(x, w, 1e-5).sum().backward()
     assert x.grad.shape == (0, 5) and (w.grad == 0).all()
     assert swiglu(x, x).shape == (0, 5)
@@ -280,8 +283,12 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line():
         "RMSNorm over 0 columns": lambda: rms_norm(x[:, :0], w[:0], 1e-5),
         "head dim 7 must be even": lambda: rope(torch.ones(1, 2, 1, 7), torch.ones(2, 3), torch.ones(2, 3)),
         r"cos \[3, 4\]": lambda: rope(torch.ones(1, 2, 1, 8), torch.ones(3, 4), torch.ones(3, 4)),
+        r"sin \[3, 4\] must be": lambda: rope(torch.ones(1, 2, 1, 8), torch.ones(2, 4), torch.ones(3, 4)),
+        "head dim 514": lambda: rope(torch.ones(1, 2, 1, 514), torch.ones(2, 257), torch.ones(2, 257)),
         "differ": lambda: swiglu(x, x.half()),
+        r"up \[1, 8\] torch.float32 differ": lambda: swiglu(x, x[:1]),
         r"x \[2, 8\]": lambda: add_rms_norm(x, x[:1], w, 1e-5),
+        r"residual \[2, 8\] torch.float16 differ": lambda: add_rms_norm(x, x.half(), w, 1e-5),
         r"weight \[4\]": lambda: rms_norm(x, w[:4], 1e-5),
     }
     if INTERPRETED:

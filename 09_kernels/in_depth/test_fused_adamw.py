@@ -206,6 +206,7 @@ def test_states_take_8_bytes_a_parameter_and_a_step_moves_28():
     read, written = (p, p.grad, m, v), (p, m, v)
     assert bytes_moved(1000) == sum(x.nbytes for x in (*read, *written)) == 28 * 1000
     assert bytes_moved(1000, copy=2) == 30 * 1000
+    assert bytes_moved(1000, weight=2) == (2 + 2 + 4 + 16) * 1000 and bytes_moved(1000, gradient=2) == 26 * 1000
 
 
 def test_what_the_kernel_cannot_do_is_refused_in_one_line():
@@ -222,6 +223,7 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
         "scale": lambda: adamw_(x, x, x, x, scale=x, **ONE_STEP),
         "step 0": lambda: adamw_(x, x, x, x, **{**ONE_STEP, "step": 0}),
         "amsgrad=True": lambda: AdamW([p], amsgrad=True),
+        "differentiable=True": lambda: AdamW([p], differentiable=True),
         "maximize=True": lambda: AdamW([p]).load_state_dict(torch.optim.AdamW([p], maximize=True).state_dict()),
         "capturable=True": lambda: AdamW([x]).add_param_group({"params": [p], "capturable": True}),
         "through the moments": lambda: AdamW([p]).load_state_dict(torch.optim.Adam([p], weight_decay=0.1).state_dict()),
@@ -231,6 +233,8 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line():
     }
     for words, call in cases.items():
         assert_refused(words, call)
+    for kind, options in ((torch.optim.Adam, {}), (torch.optim.AdamW, {"capturable": True})):
+        AdamW([p]).load_state_dict(kind([p], **options).state_dict())  # what changes no number is taken
 
 
 @pytest.mark.prove

@@ -72,6 +72,13 @@ def test_many_chunks_in_low_precision_add_up_in_float32():
     assert_as_good_as_torch(call, linear_cross_entropy_reference, tensors, rest, [torch.float16])
 
 
+def test_products_in_16_bits_are_added_in_fp32():
+    torch.manual_seed(0)
+    a, b, total = torch.randn(9, 5).bfloat16(), torch.randn(9, 4).bfloat16(), torch.ones(5, 4)
+    fused_loss.add_product(total, a, b)
+    assert (total - 1 - a.float().T @ b.float()).abs().max().item() < 1e-5
+
+
 @pytest.mark.parametrize("name", list(FUSED))
 def test_only_ignored_labels_give_loss_zero_and_gradients_zero_and_no_nan(name):
     tensors, (labels,) = loss_inputs(9, 70, 24)[name]
@@ -288,6 +295,9 @@ def test_a_chunk_holds_no_more_logits_than_it_may_and_all_chunks_are_alike(size,
         assert -(-tokens // chunk) == -(-tokens // most), "no more chunks than there have to be"
         assert chunk * -(-tokens // chunk) - tokens < 128 * -(-tokens // chunk), "and none of them much smaller"
     assert chunk_for(0, 100, torch.float32) > 0
+    for sizes, most in (((40, 1000, 24, 16), 1000 * 24), ((9, 1000, 3, 16), 9 * 1000), ((99, 5, 24, 16), 99 * 24)):
+        assert fused_loss.largest_tensor("linear_cross_entropy", *sizes) == most
+        assert fused_loss.largest_tensor("cross_entropy", *sizes) == sizes[0] * sizes[1]
 
 
 WIDER = """

@@ -650,6 +650,10 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(monkeypatch):
         "--device cuda": "--device cuda: PyTorch finds no GPU here; use --device cpu",
     }.items():
         assert refusal(matmul_ladder.main, options).startswith(message)
+    seen = []
+    monkeypatch.setattr(matmul_ladder, "demo", lambda *given: seen.append(given) or 0)
+    monkeypatch.setattr(sys, "argv", ["matmul_ladder.py", "--size", "1", "2", "3", "--rung", "naive"])
+    assert matmul_ladder.main() == 0 and seen == [(["naive"], 1, 2, 3, "cpu")]
 
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):

@@ -132,6 +132,11 @@ def test_both_forms_of_one_read_are_those_of_the_recipe_and_lie_as_backward_want
     assert scale.shape == (256, 3) and scale.T.is_contiguous()
     with pytest.raises(ValueError, match=r"block \(128, 1\) has no second orientation"):
         k.quantize_both(numbers(16, 16), E4M3, (128, 1))
+    x = numbers(130, 140).clamp(-6e4, 6e4).half()
+    for block in ((1, 128), (1, 0), (128, 128)):
+        for got, shape in zip(k.quantize_both(x, E4M3, block), (block, block[::-1]), strict=True):
+            want = k.reference_quantize(x, E4M3, shape)
+            assert torch.equal(got.dequantize(), want.dequantize()), f"{shape} of numbers in fp16"
 
 
 @on_cpu
@@ -242,6 +247,13 @@ def test_recipes_on_kernels_are_the_emulated_ones():
                 linear.end_step()
         with pytest.raises(ValueError, match="17 outputs: no multiple of 16"):
             linear(numbers(32, 144), numbers(17, 144))
+    linear, weight = Fp8Linear("tensor-delayed"), numbers(16, 144)
+    linear.kernels = k
+    linear(numbers(32, 144), weight)
+    linear.end_step()
+    with torch.no_grad():
+        linear(numbers(32, 144), weight)
+    assert not linear.now.any(), "a validation counts as a part of the step"
 
 
 def stand_in_host() -> dict:

@@ -118,6 +118,8 @@ def test_it_is_the_definition_with_sums_of_14_bits(product):
     # And 14 bits are what makes the difference to the exact product: with fp32 sums there is none to speak of.
     with accumulator(0):
         assert error(cuda_matmul(a, b, torch.float32), a, b) <= 1e-6
+    with pytest.raises(KeyError), accumulator(18):
+        raise KeyError
     assert torch.equal(cuda_matmul(a, b, torch.float32), got), "the bits are not set back"
     for bits in (-1, 19):
         with pytest.raises(ValueError, match=f"an accumulator of {bits} bits"), accumulator(bits):
@@ -287,7 +289,7 @@ def test_numbers_that_the_copy_engine_cannot_read_are_copied_first():
     assert torch.equal(cuda_matmul(a._replace(values=odd), b._replace(values=turned), torch.float32), want)
 
 
-def test_a_wrong_option_is_one_line_and_exit_code_2():
+def test_a_wrong_option_is_one_line_and_exit_code_2(monkeypatch):
     for options, message in {
         "--rows 0": "--rows 0 is out of range; use 1 to 65536",
         "--columns -1": "--columns -1 is out of range; use 1 to 65536",
@@ -298,6 +300,12 @@ def test_a_wrong_option_is_one_line_and_exit_code_2():
         "--resources --terms 32": "--terms 32 changes nothing about --resources; leave one of them out",
     }.items():
         assert refusal(fp8_matmul.main, options.split(" ")) == message
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fp8_matmul, "launch", lambda work: seen.append(work.keywords["args"]))
+    monkeypatch.setattr(sys, "argv", ["fp8_matmul.py", "--rows", "1", "--columns", "65536", "--terms", "16"])
+    fp8_matmul.main()
+    assert [(args.rows, args.columns, args.terms) for args in seen] == [(1, 65536, 16)]
 
 
 def test_a_kernel_that_writes_nothing_does_not_pass(monkeypatch):

@@ -243,6 +243,8 @@ def test_neighbours_of_every_group_are_as_far_apart_as_on_the_mesh(words):
     sizes = {axis: getattr(layout, axis) for axis in mesh.AXES}
     for axis, ranks in mesh.members(sizes, layout.ep, layout.mirrored, layout.sequence_parallel).items():
         stages = 2 if layout.mirrored and axis in ("data", "experts", "all tokens") else 1  # no message is for "stage"
+        if axis in ("data", "experts"):
+            assert ranks.shape[1] == layout.data // (layout.ep if axis == "experts" else 1), axis
         if ranks.shape[1] > stages and axis != "stage":
             gaps = ranks.unflatten(1, (stages, -1)).diff(dim=2)
             assert (gaps == plan_time.stride_of(axis, layout)).all(), f"{axis}: {gaps.unique().tolist()}"
@@ -285,6 +287,8 @@ def test_fpdt_waits_for_its_host_when_chunks_are_small_and_not_when_they_are_lar
     assert plan_time.fpdt_idle(LLAMA3_8B, thrice, cluster) == pytest.approx(3 * waits[1])
     one = plan_time.one_block(LLAMA3_8B, None, thrice, cluster)
     assert one.again == one.forward, "it saves only the input of a block"
+    link = step_time(LLAMA3_8B, None, dataclasses.replace(thrice, micro_batches=2), cluster).parts["link to the host"]
+    assert link == pytest.approx(2 * 32 * 3 * waits[1]), "in each layer, for each micro-batch"
 
 
 # -------------------------------------------------------------------------------------------------------- the search
@@ -299,6 +303,7 @@ def test_every_layout_it_proposes_fits_exactly_and_keeps_the_batch_and_the_gpus(
         assert each.layout.ranks == given.gpus and each.layout.global_batch == given.global_batch
         mean, low, high = map(float, plan.row(given, each).split()[:3])
         assert low < mean < high and mean == pytest.approx(each.step.seconds, abs=1e-3)
+        assert f"{each.step.mfu(each.layout, given.cluster):.1%} {each.peak / 1e9:6.1f}  " in plan.row(given, each)
     seconds = [each.step.seconds for each in found.best]
     assert seconds == sorted(seconds)
 
@@ -347,6 +352,7 @@ def test_micro_batches_in_flight_are_those_of_chapter_06s_table():
                                   ("interleaved", 8, 2, 5.5), ("zb-h1", 8, 1, 4), ("zb-h2", 8, 1, 7)):  # fmt: skip
         assert plan_search.in_flight(schedule, 4, m, v) == count, (schedule, m)
     assert plan_search.in_flight("afab", 1, 8, 1) == 1
+    assert [plan_search.fills(each, 4) for each in ("zb-v", "breadth-first", "1f1b")] == [7, 4, 1]
 
 
 def test_the_name_of_a_layout_has_all_axes_that_are_in_use():
@@ -355,9 +361,10 @@ def test_the_name_of_a_layout_has_all_axes_that_are_in_use():
     assert plan_search.name(layout) == "dp2 tp2+sp cp8=r2u4 pp2/interleaved3 zero1 mb2x4 recompute-full"
     kinds = [plan_search.context_name(Layout(**axes)) for axes in ({"ring": 4}, {"ring": 4, "gather_kv": True})]
     assert kinds == ["r", "g"] and plan_search.context_name(Layout(ulysses=4)) == "u"
+    assert plan_search.name(Layout(dp=4, ulysses=4, ep=2, fpdt_chunks=8)) == "dp4 cp4u fpdt8 ep2 mb1x1 recompute-none"
 
 
-def test_no_single_change_of_the_best_layout_that_fits_is_faster():
+def test_no_single_change_of_the_best_layout_that_fits_is_faster(monkeypatch):
     given = task(nodes=2, batch=128)
     best = search(given).best[0]
     for change in ({"zero": z} for z in range(3)):
@@ -365,6 +372,11 @@ def test_no_single_change_of_the_best_layout_that_fits_is_faster():
         assert other.peak > given.memory or other.step.seconds >= best.step.seconds * (1 - 1e-9), change
     others = dict(plan_search.alternatives(given, best))
     assert "ZeRO stage 3 alone" in others and "data parallel alone" not in others, "bf16-master goes with ZeRO"
+    tried = []
+    monkeypatch.setattr(plan_search, "exact", lambda _, layout: tried.append(layout))
+    plan_search.alternatives(given, dataclasses.replace(best, layout=Layout()))
+    axes = [(each.dp, each.tp, each.pp, each.zero, each.micro_batches) for each in tried]
+    assert axes == [(16, 1, 1, 3, 8), (1, 16, 1, 1, 128), (1, 1, 16, 1, 128)]
 
 
 def test_a_branch_is_too_slow_only_if_it_is_slower_than_the_slowest_layout_that_is_kept():
@@ -396,9 +408,11 @@ def test_two_million_tokens_on_one_node_fit_with_chunks_on_the_host_alone_and_on
     assert not search(dataclasses.replace(given, cluster=small)).best
     words = f"--fpdt-chunks {found.best[0].layout.fpdt_chunks} --cp 8 --cp-kind ulysses --zero 3"
     for cluster, fits in ((given.cluster, True), (small, False)):
-        assert plan.explain(dataclasses.replace(given, cluster=cluster), words)[1]["fits"] == fits
-    half = dataclasses.replace(given, precision="fp16")
-    assert not plan_search.chunkable(half, found.best[0].layout), "the trainer refuses it"
+        lines, said = plan.explain(dataclasses.replace(given, cluster=cluster), words)
+        assert said["fits"] == fits and lines[3].endswith("fits" if fits else f"{0.1 * on_host:.2f} GB too small")
+    for change in ({"precision": "fp16"}, {"moe": MIXTURE}):
+        other = dataclasses.replace(given, **change)
+        assert not plan_search.chunkable(other, found.best[0].layout), "the trainer refuses it"
     short = search(task(cluster="a100-dgx", nodes=1, batch=8, seq=2**13))
     assert not any(each.layout.fpdt_chunks for each in short.best), "what fits without chunks waits for no host"
 
@@ -463,7 +477,7 @@ def test_a_split_of_the_context_that_the_trainer_does_not_make_is_refused():
 
 def test_a_model_too_large_names_the_closest_layout_and_how_many_nodes_it_needs():
     given = task(LLAMA3_70B, "h200", nodes=1, batch=8)
-    with pytest.raises(UsageError, match=r"fits nowhere; closest is .* GB of .*; it fits on --nodes \d+"):
+    with pytest.raises(UsageError, match=r"fits nowhere; .* of 129\.7, .* on --nodes 16 \(the cluster file says 1\)"):
         plan.answer(given)
 
 
@@ -527,6 +541,11 @@ def test_the_map_asks_for_whole_nodes_and_names_the_axes_in_use(monkeypatch):
     rows = plan_figures.heatmap_rows(read_cluster("h100-400g"), 512, 4096)
     assert rows == [["8B", 1, "does not fit", 0.0, 0.0], ["8B", 2, "dp2 tp8 cp4 pp4 z1", 12.5, 2.0]]
     assert asked == [(8, 512, 4096, 1), (16, 512, 4096, 1)]
+    made = {"weights": 4e9, "blocks": 2e9, "last norm": 1e9, "weights in 16 bits": 5e9}
+    monkeypatch.setattr(plan_figures, "peak", lambda *_: made)
+    bars = [row[1:] for row in plan_figures.bar_rows(task(), [dataclasses.replace(found, layout=Layout(dp=8))])]
+    sizes = {"weights": 4, "gradients": 0, "optimizer states": 0, "activations": 3, "other": 5}
+    assert bars == [*(["GB", *each] for each in sizes.items()), ["s", "update", 2]]
 
 
 def test_the_bars_of_a_layout_are_as_long_as_its_bytes_and_its_seconds(tmp_path):
@@ -560,6 +579,7 @@ BAD = [
     (["--cluster", "nowhere"], "--cluster nowhere is no file"),
     (["--nodes", "-1"], "--nodes -1 must be"),
     (["--tokens", "0"], "--tokens 0 must be"),
+    (["--seq-len", "0"], "--seq-len 0 must be"),
     (["--tokens", "8191"], "--tokens 8191 is no multiple of --seq-len 8192; use 8192"),
     (["--tokens", "8193"], "--tokens 8193 is no multiple of --seq-len 8192; use 8192"),
     (["--cluster", "h100x8", "--nodes", "2"], "--nodes 2 is more than the 1 of h100x8"),
@@ -627,7 +647,7 @@ def test_where_ranks_share_cores_messages_hide_behind_nothing():
     own = dataclasses.replace(read_cluster("cpu"), alone=1.05, slowed=1e-12)  # cores of their own, and noise
     shared = dataclasses.replace(own, alone=2.0)
     model = LlamaConfig(1024, 256, 8, 8, 8, 704)
-    for layout in (Layout(dp=4, zero=3, seq_len=512), Layout(ring=4, seq_len=2048)):
+    for layout in (Layout(dp=4, zero=3, seq_len=512), Layout(ring=4, seq_len=2048, micro_batches=3)):
         free, paid = (step_time(model, None, layout, c) for c in (own, shared))
         assert sum(free.hidden.values()) > 0 and sum(paid.hidden.values()) == 0
         assert paid.seconds == pytest.approx(free.seconds + sum(free.hidden.values()))
@@ -689,6 +709,14 @@ def test_ranks_on_cpus_share_the_memory_of_their_machine(tmp_path, monkeypatch):
     calls = []
     mean = plan_calibrate.seconds_of(lambda: calls.append(time.sleep(0.01)), torch.device("cpu"), repeats=3)
     assert len(calls) == 2 + 3 and 0.01 <= mean < 0.1, "the mean of those after the warm-up"
+    for where, what, value in ((plan_calibrate, "links", (3.0, 7.0)), (plan_calibrate, "alone", 1.5),
+                               (dist, "init_process_group", None), (dist, "get_world_size", 8)):  # fmt: skip
+        monkeypatch.setattr(where, what, lambda *_, value=value, **__: value)
+    monkeypatch.setenv("RANK", "1")
+    lines, cluster = plan_calibrate.calibrate(tmp_path / "none.json")
+    assert not lines and not (tmp_path / "none.json").exists(), "rank 0 writes"
+    measured = ("nodes", "inside_gb_per_s", "outside_gb_per_s", "latency_us", "alone")
+    assert [cluster[each] for each in measured] == [2, 3.0, 3.0, 7.0, 1.5]
 
 
 @pytest.mark.prove

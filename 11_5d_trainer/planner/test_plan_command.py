@@ -71,6 +71,7 @@ def test_both_commands_train_the_planned_model_in_the_planned_layout_on_the_plan
         assert dataclasses.replace(again, bucket_bytes=layout.bucket_bytes) == layout
         assert (config.data, config.lr, config.steps) == ("TOKENS", learning_rate_for(8_030_261_248, False), 76582)
     assert "--nnodes 4 --nproc_per_node 8" in torchrun and "--nodes=4 --gpus-per-node=8" in sbatch
+    assert " --steps 452912 " in plan.commands(dataclasses.replace(given, moe=plan.mixture("mixtral-8x7b")), layout)[1]
 
 
 PEAKS = {"t4x2": "T4", "l4x8": "L4", "a10x4": "A10", "rtx4090x2": "RTX 4090", "b200": "B200", "v100-dgx2": "V100"}
@@ -99,6 +100,7 @@ def test_a_model_without_a_preset_is_started_from_its_folder_or_made_as_its_file
     for asked, says in asked_for.items():
         line = plan.commands(task(asked), layout)[1]
         assert says in line and "--preset" not in line
+        assert f" --lr {learning_rate_for(8_030_261_248, '--init' in says):g} " in line
 
 
 def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads(monkeypatch):
@@ -182,12 +184,17 @@ def test_an_option_that_has_no_formula_is_refused_by_name(option, others):
     if option != "--schedule zb-h1":
         return
     assert plan.main([*given, "--explain", others]) == 0, "1F1B runs a block again once"
+    assert plan.main([*given, "--explain", f"--ep 4 --pp 2 {option}"]) == 0, "nor does W run again what was kept"
 
 
 def test_kernels_are_those_that_the_trainer_takes_on_the_clusters_gpus(capsys):
     for size, kernels in ((16, "torch"), (32, "triton"), (40, "torch"), (256, "triton"), (272, "torch")):
         model = dataclasses.replace(LLAMA3_8B, own_head_dim=size)
         assert dataclasses.replace(task(), model=model).base.kernels == kernels, size
+    given = plan.task_of(
+        plan.arguments(["--precision", "fp32", "--kernels", "torch", "--nodes", "2", "--tokens", "65536"])
+    )
+    assert (given.precision, given.base.kernels, given.gpus, given.global_batch) == ("fp32", "torch", 16, 8)
     older = ["--cluster", "v100-dgx2", "--nodes", "1", "--seq-len", "512", "--tokens", "8192"]
     for words in (["--kernels", "triton"], ["--explain", "--kernels triton"]):
         said = refusal(plan.main, [*older, *words])
@@ -337,6 +344,13 @@ def test_a_run_is_put_beside_its_prediction_and_its_speed_into_the_file(tmp_path
     said = json.loads(capsys.readouterr().out)
     assert said["measured"] == pytest.approx(slower) and said["predicted"] == pytest.approx(slower / 1.5)
     assert read_cluster(str(own)) == cluster, "it wrote without being asked"
+    assert plan.main([*words[:4], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == said, "without --nodes it is all of the file"
+    mixed = run_folder(tmp_path / "mixed", [tokens / slower / 20] * 4, experts=4)
+    assert plan.main(["--after", str(mixed), *words[2:], "--json"]) == 0
+    right = dataclasses.replace(cluster, ceiling=json.loads(capsys.readouterr().out)["ceiling"])
+    moe = Config(experts=4).mixture(SIZES)
+    assert step_time(SIZES, moe, layout, right).seconds == pytest.approx(20 * slower)
     assert plan.main([*words, "--write"]) == 0
     changed = read_cluster(str(own))
     assert changed.ceiling == pytest.approx(said["ceiling"]) and 0 < changed.ceiling < cluster.ceiling

@@ -177,6 +177,11 @@ def test_biases_and_norms_of_heads_are_held_and_the_inputs_of_these_norms_kept()
         layout = pm.Layout(seq_len=32, precision=precision, kernels=kernels)
         more = pm.block_activations(QWEN3, None, layout) - pm.block_activations(plain, None, layout)
         assert more == 32 * ((96 + 48) * each + (8 + 4) * 4), (precision, kernels)
+    few = dataclasses.replace(QWEN3, kv_heads=2)  # one of them on two tensor ranks each
+    layout = pm.Layout(tp=4, micro_batches=3)
+    [shares] = [flow for flow in plan_traffic.flows(few, None, layout) if flow.what == "shares of gradients"]
+    assert (shares.payload, shares.times) == (4 * 4 * (2 * 2 * 12 * (64 + 1) + 2 * 12), 3)
+    assert pm.block_activations(few, None, layout) == pm.block_activations(QWEN3, None, layout)
 
 
 ROUND_TRIPS = [
@@ -208,6 +213,12 @@ def test_on_one_rank_activations_are_chapter_01s_formula():
             want = activations(SIZES, 2, 32, element, "fused", mode)
             got = sum(pm.activations(SIZES, None, layout, range(SIZES.layers)).values())
             assert got == sum(want.values()) - want["tokens, labels (int64)"], (mode, precision)
+    half, bf16 = (pm.Layout(micro_batch=2, seq_len=32, precision=each) for each in ("fp16", "bf16-master"))
+    some, less = (sum(pm.activations(SIZES, None, each, range(4)).values()) for each in (half, bf16))
+    assert (some - less, pm.peak(SIZES, None, half)["weights in 16 bits"]) == (9 * 64 * 64 * 6, 2 * 229952)
+    for words, want in (({}, 2 * 64 + 4 * 256), ({"pp": 2}, 2 * 256 + 8), ({"tp": 2}, 4 * 128 + 9)):  # of 64 tokens
+        at = dataclasses.replace(bf16, kernels="triton", **words)
+        assert pm.around(SIZES, at, False, True)["log-probabilities"] == 64 * want, words
     several = pm.Layout(ring=2, micro_batch=2, micro_batches=3, seq_len=32)
     assert pm.peak(SIZES, None, several)["tokens and labels"] == 3 * 2 * 32 * 8
 
@@ -245,6 +256,8 @@ def test_experts_are_shared_out_and_routers_and_the_rest_are_not():
     whole, shared = (pm.held(SIZES, moe, pm.Layout(dp=4, ep=ep))["weights"] for ep in (1, 4))
     experts = SIZES.layers * 3 * 8 * 64 * 192 * 4
     assert whole - shared == experts * 3 // 4
+    found = plan_traffic.flows(SIZES, moe, pm.Layout(dp=4, ep=2, zero=1))
+    assert sum(flow.wire for flow in found if flow.axis == "experts") == experts // 2, "there and back, of two ranks"
 
 
 def test_rows_of_experts_go_there_and_back_and_twice_more_when_a_block_is_recomputed():
@@ -259,6 +272,8 @@ def test_what_a_recomputed_mixture_of_experts_keeps_is_its_input_and_where_its_t
     moe = MoEConfig(hidden=64, intermediate=192, experts=8, top_k=2)
     layout = pm.Layout(micro_batch=2, seq_len=32, recompute="full")
     assert pm.block_activations(SIZES, moe, layout) == 64 * 64 * 4 + 3 * 2 * 64 * 8 + 8 * 8 + 8
+    fused = dataclasses.replace(layout, precision="bf16-master", kernels="triton")
+    assert pm.expert_activations(SIZES, moe, fused) == 64 * 19 * 4 + 4 * 128 * 8 + 52 + 128 * 832 * 2 + 64 * 64 * 2
 
 
 def test_with_fpdt_twice_the_tokens_in_twice_the_chunks_add_nothing_but_two_rows_of_hidden_states():
@@ -369,6 +384,7 @@ def test_a_pipeline_sends_every_micro_batch_on_and_to_tensor_ranks_once_more_for
         products = 2 * 2 + rank  # two that are cut by columns in a layer, and the output layer
         assert sent["between stages"] == 4 * n / 2
         assert sent["once more for W"] == (4 * products * 2 * n / 2 if schedule == "zb-h1" else 0)
+        assert sent["shares of gradients"] == 4 * (2 * 2 + rank) * 64, "once, whatever the number of micro-batches"
 
 
 def test_the_ring_formulas_of_collectives_are_those_of_the_meter():

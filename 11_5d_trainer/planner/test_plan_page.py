@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import unescape
 from urllib.parse import quote
 
@@ -57,7 +58,7 @@ def test_the_page_in_a_browser_gives_pythons_bytes_and_seconds_with_context_and_
     assert answers[-1] == {"reason": layout_of(TASK, *REFUSED)} == {"reason": "stage 3 does not go with a pipeline"}
 
 
-def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for():
+def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for(monkeypatch):
     for tp, cp, pp, ep, zero, micro_batch, recompute in CHOSEN:
         layout = layout_of(TASK, tp, cp, pp, ep, zero, micro_batch, recompute)
         assert (layout.tp, layout.cp, layout.pp, layout.ep, layout.zero) == (tp, cp, pp, ep, zero)
@@ -75,6 +76,12 @@ def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for():
         ((1, 1, 1, 1, 0, 1, "none"), "bf16-master keeps"),
     ):
         assert layout_of(TASK, *chosen).startswith(says), chosen
+    monkeypatch.setattr(plan_page, "table", lambda task: {"axes": plan_page.choices(task)})
+    start = layout_of(TASK, *CHOSEN[1])
+    for mine, first in ((start, 2), (replace(start, micro_batch=32), 1)):  # of 32 the page has no row
+        text = page(TASK, "the <ten> best", mine)
+        want = dict(zip(AXES, CHOSEN[1], strict=True)) | {"micro-batch": first}
+        assert json.loads(re.search(r'"start":({.*?})', text).group(1)) == want and "the &lt;ten> best" in text
 
 
 @pytest.mark.prove
@@ -97,6 +104,7 @@ def test_no_formula_of_the_planner_is_in_the_page_and_nothing_is_asked_for_from_
     assert data["reasons"][data["rows"][",".join(map(str, REFUSED))]] == layout_of(TASK, *REFUSED)
     assert data["start"] == dict(zip(AXES, (1, 1, 1, 1, 1, 1, "none"), strict=True)) and data["room"] == TASK.memory
     assert (data["axes"]["pp"], data["axes"]["ep"]) == ([1, 2, 4, 8], [1, 2, 4])
+    assert (data["tokens"], data["gpus"], data["gb"]) == (64 * 4096, 16, 1e9)
     rows = drawing(2, 2)
     assert len(rows) == 2 * 2 * 2 and max(begin + length for *_, begin, length in rows) == pytest.approx(1, abs=1e-3)
     assert {(back, length) for _, back, _, length in rows} == {(0, 0.1111), (1, 0.2222)}

@@ -87,8 +87,14 @@ def test_nine_in_ten_of_the_held_out_runs_lie_in_the_interval_and_pairs_close_to
     family = FAMILIES["Megatron 2022, table 5"]
     assert pp.deviations(family, pp.now()) == pytest.approx(pp.deviations(family))
     runs = [dataclasses.replace(family.runs[0], measure=pp.MEASURES[0], published=each) for each in (1.0, 1.04, 2.0)]
-    monkeypatch.setattr(pp, "predicted", lambda _: [1.0, 3.0, 2.0])
-    assert pp.in_order(dataclasses.replace(family, runs=tuple(runs))) == "1 of 2"
+    monkeypatch.setattr(pp, "predicted", lambda *_: [1.0, 3.0, 2.0])
+    one = dataclasses.replace(family, runs=tuple(runs))
+    assert pp.in_order(one) == "1 of 2"
+    monkeypatch.setattr(pp, "families", lambda: (one, dataclasses.replace(one, use=pp.HELD_OUT)))
+    off = [3, 62.8, 62.8, 188.5]  # runs, and in per cent: of 3.0 for 1.04, the mean, the bias and the worst
+    rows = [[one.family, *off, 94.2, "1 of 2"], ["all rows", *off, "", ""]]
+    assert pp.summary()[1] == [[use, *row] for use in (pp.FITTED, pp.HELD_OUT) for row in rows]
+    assert pp.rows()[1][1][3:] == [1.04, 3.0, 188.5]
 
 
 def test_published_seconds_become_tokens_per_second_of_one_gpu():

@@ -38,7 +38,7 @@ from plan_traffic import by_collective, flows  # noqa: E402
 from rehearse import main, rehearse, report, twins  # noqa: E402
 from rehearse_match import Finding, check_twins, differ, few, match, nth  # noqa: E402
 from rehearse_rank import Op, Recorded  # noqa: E402
-from rehearse_time import Slice, on_the_clock, tracks  # noqa: E402
+from rehearse_time import Slice, on_the_clock, tracks, write_trace  # noqa: E402
 from split_backward import python_nodes_own_their_graph  # noqa: E402
 
 SIZES = LlamaConfig(vocab_size=256, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
@@ -97,6 +97,11 @@ def test_a_product_on_the_clock_takes_what_the_planner_says_of_its_three_sides()
     one, many = ((torch.ops.aten.mm, (a, b), 1), (torch.ops.aten.bmm, (a.expand(3, -1, -1), b.expand(3, -1, -1)), 3))
     for operator, given, times in (one, many):
         assert rehearse_rank.seconds_of(operator.default, given, None, cluster) == pytest.approx(times * seconds)
+    q, k = (torch.empty(2, heads, tokens, 64, device="meta") for heads, tokens in ((4, 16), (2, 48)))
+    for name, given, products in (("", (q, k, k), 2), ("_backward", (q, q, k, k), 5)):
+        flash = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}").default
+        core = cluster.core(products * 2 * 4 * 16 * 48 * 64, 64)  # half of the pairs
+        assert rehearse_rank.seconds_of(flash, given, None, cluster) == pytest.approx(core)
 
 
 @pytest.mark.prove
@@ -191,9 +196,14 @@ def test_options_that_change_the_model_are_rehearsed_and_not_forgotten():
         with pytest.raises(UsageError, match=f"^{says}"):
             rehearse_module.config_of(*rehearse_module.arguments(["--model", "tiny", "--ranks", "2", *words.split()]))
     planned = ["--plan", "--experts", "4", "--cluster", "v100-dgx2", "--seq-len", "128", "--tokens", "8192"]
+    planned += ["--kernels", "torch"]
     with patch.object(rehearse_module, "search", side_effect=UsageError("asked")) as search:
         assert error_from(UsageError, rehearse_module.config_of, *rehearse_module.arguments(planned)) == "asked"
     assert (search.call_args[0][0].moe.experts, search.call_args[0][0].precision) == (4, "fp16")
+    asked = search.call_args[0][0]
+    assert (asked.gpus, asked.global_batch, asked.seq_len, asked.kernels) == (8, 64, 128, "torch")
+    assert rehearse_rank.check(config(kernels="auto"), SIZES, 1, "gloo").kernels == "torch"
+    assert rehearse_rank.check(config(kernels="auto", precision="fp64"), SIZES, 1).kernels == "torch"
 
 
 def really(words):
@@ -488,6 +498,10 @@ def test_the_last_of_three_ranks_that_calls_something_else_is_found():
         assert found is not None and found.kind == "mismatch" and found.text.startswith(says), change
     short = match({0: run_of(0, a, a), 1: run_of(1, a, a), 2: run_of(2, a)})
     assert short is not None and short.kind == "deadlock" and "rank 2 has ended without it" in short.text
+    assert "all_reduce of 4 x float32 in a group (0, 1, 2), the 2nd there" in short.text
+    steps = [[a, a], [a, a], [dataclasses.replace(a, lines=(("b.py", 2, "g"), None)), dataclasses.replace(a, numel=5)]]
+    parted = match({rank: run_of(rank, *each) for rank, each in enumerate(steps)}).text
+    assert "parted at the 1st, with the same sizes:\n    rank 0 at a.py:1 in f\n    rank 2 at b.py:2 in g" in parted
     assert [nth(k - 1) for k in (1, 2, 3, 4, 11, 13)] == ["1st", "2nd", "3rd", "4th", "11th", "13th"]
     assert [nth(k - 1) for k in (21, 112)] == ["21st", "112th"]
     assert [few(range(n)) for n in (8, 9)] == ["(0, 1, 2, 3, 4, 5, 6, 7)", "(0, 1, 2 ... 8: 9 ranks)"]
@@ -558,9 +572,13 @@ def test_a_collective_that_a_rank_starts_and_never_waits_for_is_left_over():
     found = match({0: lonely, 1: run_of(1)})
     assert found is not None
     assert found.kind == "left over"
-    unread = run_of(0, op("send", (0, 1), peer=1))
+    unread = run_of(2, op("send", (2, 3), peer=1))
     unread.program.pop()
-    assert "whose other side never comes" in match({0: unread, 1: run_of(1)}).text
+    assert re.search("to rank 3 in .*whose other side never comes", match({2: unread, 3: run_of(3)}).text, re.DOTALL)
+    twice = run_of(0, op("all_reduce", (0, 1)), op("all_reduce", (0, 1)))
+    twice.program.pop()
+    left = match({0: twice, 1: run_of(1, op("all_reduce", (0, 1)))}).text
+    assert "rank 1 never calls it; its last there is\n  all_reduce of 4 x float32 in a group (0, 1), the 1st" in left
 
 
 # ------------------------------------------------------------------------------------------------------- the clock
@@ -582,7 +600,7 @@ def timed(rank, *entries):
     return Recorded(rank, {"pp": 0}, {}, [], ops, program, {}, busy=[seconds for seconds, _ in entries])
 
 
-def test_a_collective_hides_behind_what_is_computed_before_its_wait_and_the_rest_is_exposed():
+def test_a_collective_hides_behind_what_is_computed_before_its_wait_and_the_rest_is_exposed(tmp_path):
     """An all-reduce of 8 bytes on 2 ranks sends 8 bytes: 8 seconds. Rank 1 starts it last, at 5."""
     ranks = {
         0: timed(0, (3, op("all_reduce", (0, 1), numel=2)), (1, 0)),
@@ -594,6 +612,10 @@ def test_a_collective_hides_behind_what_is_computed_before_its_wait_and_the_rest
     assert [sum(timeline.exposed[rank].values()) for rank in (0, 1)] == [13 - 4, 13 - 11]
     sums = [(piece.begin, piece.end) for piece in timeline.slices if piece.name == "all_reduce"]
     assert sums == [(5, 13), (5, 13)]
+    write_trace(timeline, ranks, tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    traced = {(e["ts"], e["dur"], e["args"]["note"]) for e in events if e["ph"] == "X" and e["name"] == "all_reduce"}
+    assert traced == {(5e6, 8e6, "8 bytes, a.py:1 in f")}, "microseconds"
     built = {rank: dataclasses.replace(run, step_from=1) for rank, run in ranks.items()}
     assert on_the_clock(built, lambda rank: rank, "nccl", cluster()).seconds == 11, "before the step no time passes"
     with pytest.raises(ValueError, match="has ended without it"):
@@ -651,6 +673,9 @@ def test_the_trace_has_a_slice_for_every_collective_that_takes_time(tmp_path, ca
     assert re.fullmatch(r"rehearse.py: --trace .*t.json cannot be written to .*\n", capsys.readouterr().err)
     assert main([*given, "--cp", "7", "--trace", str(tmp_path / "refused.json")]) == 2
     assert not (tmp_path / "refused.json").exists()
+    kept = (tmp_path / "t.json").read_text()
+    assert main([*given, "--cp", "7", "--trace", str(tmp_path / "t.json")]) == 2
+    assert (tmp_path / "t.json").read_text() == kept
 
 
 def test_a_viewer_can_draw_the_trace(tmp_path):
@@ -737,9 +762,12 @@ def test_the_command_prints_the_table_and_pass(capsys):
 def test_the_planner_sends_as_the_backend_does_and_has_no_seconds_for_a_plain_ring(backend):
     done = rehearse(config(zero=1), SIZES, 2, backend=backend, cluster=cluster())
     (run,) = done.runs.values()
-    _, sent = rehearse_module.planned(done, run)
+    most, sent = rehearse_module.planned(done, run)
     assert dict(run.sent()) == pytest.approx(sent) and ("send" in sent) == (backend == "gloo")
     assert any(line.endswith(f"; the planner says {done.step.seconds:.3f} s") for line in report(done))
+    off = f"{100 * (most / sum(run.bytes.values()) - 1):+.2f} %"
+    assert any(line.endswith(off) for line in report(done))
+    assert report(done)[-1].split()[1] == f"{done.timeline.compute[0]:.3f}"
     ring = rehearse(config(cp=2, cp_kind="ring"), SIZES, 2, backend=backend, cluster=cluster())
     said = "\n".join(report(ring))
     assert ring.step is None and " %" in said and "the planner" not in said.split("a step takes")[1]

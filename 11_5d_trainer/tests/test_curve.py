@@ -59,6 +59,11 @@ def test_the_command_draws_the_log_of_a_run_whose_last_line_is_half_written(tmp_
     curve.main()
     assert capsys.readouterr().out == curve.in_terminal(LOG) + "\n"
     assert (tmp_path / "loss.svg").read_text() == curve.as_svg(LOG, tmp_path.name)
+    (tmp_path / "loss.svg").unlink()
+    (tmp_path / "loss.svg").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        curve.main()
+    assert capsys.readouterr().err == f"curve.py: {tmp_path}/loss.svg cannot be written (Is a directory)\n"
     (tmp_path / "log.jsonl").unlink()
     with pytest.raises(SystemExit, match="2"):
         curve.main()

@@ -42,6 +42,7 @@ DEFAULTS = [  # options, ranks, what they become, a word of what the user hears
     ("--precision bf16-master --zero 2", 1, {"zero": 2}, ""),
     ("--experts 4 --ep 4 --cp 2", 4, {"ep": 4}, "--lr 0.002"),
     ("--cp-kind zigzag --top-k 2 --schedule 1f1b", 1, {"lr": 3e-3}, ""),
+    ("--pp 2 --schedule dualpipe --zero 2 --zero-shards 2", 2, {"zero_shards": 2}, ""),  # of two that hold each stage
 ]
 
 
@@ -51,7 +52,8 @@ def test_what_is_not_given_follows_from_what_is_and_the_user_hears_of_it(text):
         assert {name: getattr(plan.config, name) for name in wanted} == wanted, (line, ranks)
         about = [message for message in plan.messages if message.startswith("--")]
         assert len(about) == bool(said) and all(message.startswith(said) for message in about), (line, ranks, about)
-    interpreted = train.prepare(["--data", text, "--device", "cpu", "--kernels", "triton"], 1).messages[-1]
+    triton = ["--kernels", "triton", "--precision", "fp16"]
+    interpreted = train.prepare(["--data", text, "--device", "cpu", *triton], 1).messages[-1]
     assert interpreted.startswith("--kernels triton runs in Triton's interpreter on a CPU"), interpreted
     assert refusal(["--data", text, "--global-batch", "32"], 3).startswith("--global-batch and --micro-batch: ")
 
@@ -60,6 +62,9 @@ def test_the_learning_rate_falls_with_the_fourth_root_of_the_parameters():
     peaks = [learning_rate_for(count, False) for count in (10**5, 10**6, 16 * 10**6, 8 * 10**9, 70 * 10**9)]
     assert peaks == [3e-3, 3e-3, 1.5e-3, 3.2e-4, 1.8e-4]
     assert learning_rate_for(16 * 10**6, True) == 1.5e-4, "a model that was trained before"
+    config, said = settle(Config(init="theirs"), {}, 10**6, 1, None)
+    assert (config.lr, config.min_lr) == (3e-4, 3e-5)
+    assert said == ["--lr 0.0003, as for 1,000,000 parameters that were trained before"]
 
 
 PRECISIONS = [  # options, has the GPU bf16?, precision, ZeRO
@@ -139,6 +144,7 @@ def test_kernels_that_cannot_run_are_refused_in_one_line(line, bf16, triton, dev
     with pytest.raises(UsageError) as refused:
         checks.check_kernels(Config(**parse(line.split())), train.PRESETS["tiny"], train.torch.device(device))
     assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+    checks.check_kernels(Config(precision="fp8-row"), train.PRESETS["tiny"], train.torch.device("cpu"))  # is emulated
 
 
 TRAINER = Path(train.__file__).parent

@@ -351,6 +351,12 @@ def test_the_newest_and_the_best_are_by_their_steps_and_finite_losses_and_every_
         damage(run, "step-1000002", file, "corrupted")
         assert whole(run) == []
         damage(run, "step-1000002", file, "corrupted")  # the same bit again
+    damage(run, "step-1000002", ".metadata", "truncated")
+    with pytest.raises(
+        UsageError, match="/.metadata has 1500 bytes but was written with 1600; there is no other check"
+    ):
+        checkpoint.find(str(run))
+    assert checkpoint.in_a_line(ValueError("first\nlast")) == "ValueError: last"
 
 
 def evaluated_while_it_goes(words):
@@ -435,6 +441,7 @@ def test_two_jobs_do_not_write_into_one_folder(text, tmp_path, monkeypatch, caps
     lock.close()
     with checkpoint.hold(tmp_path / "run"):
         pass
+    assert (tmp_path / "run" / "lock").read_text().count("\n") == 1, "who held it before is gone"
     [said] = run_ranks(1, held_by_another, words, str(tmp_path / "run"))  # it came between looking and writing
     assert "/run is being written by " in said
     with patch.object(fcntl, "flock", side_effect=OSError(37, "No locks available")):  # of such a file system
@@ -522,7 +529,10 @@ def counts_of_a_step_that_is_left_out(words):
     next(me.model.parameters()).register_hook(lambda g: g * math.nan)
     _, norm = step_module.train_step(me, batches)
     counts = [[layer.step_counts.sum().item() for layer in step_module.moe_layers(me.model)]]
-    step_module.who_is_not_finite(me, batches)
+    said = [step_module.who_is_not_finite(me, batches)]
+    me.model.lm_head.weight.data.fill_(math.nan)
+    said.append(step_module.who_is_not_finite(me, batches))
+    assert [line.endswith(", from a loss that is not finite") for line in said] == [False, True], said
     return norm, [*counts, [layer.step_counts.sum().item() for layer in step_module.moe_layers(me.model)]]
 
 

@@ -311,6 +311,7 @@ def test_the_masters_of_a_bf16_run_begin_and_end_in_fp32(ranks, layout, text, tm
     folder = new_model(tmp_path / "model")
     sent = load_file(tmp_path / "model" / "model.safetensors")
     words = [*arguments(text, steps=1, warmup=0, precision="bf16-master", lr=1e-30, min_lr=0), "--init", folder]
+    words += ["--bucket-mib", "0.01"]  # several buckets
     _, run_folder = run_ranks(ranks, run, [*words, *layout.split(), "--out", str(tmp_path / "run")], {})[0]
     hf.export(run_folder, str(tmp_path / "out"), torch.float32)
     back = load_file(tmp_path / "out" / "model.safetensors")
@@ -320,6 +321,9 @@ def test_the_masters_of_a_bf16_run_begin_and_end_in_fp32(ranks, layout, text, tm
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(back[name], sent[name].bfloat16()) for name in sent)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    half, found = Config(precision="bf16-master"), {"weights": {"b": 2}, "optimizer": {"a": {"master": 1}, "b": {}}}
+    with mock.patch.object(checkpoint, "load", lambda *_: found):
+        assert dict(hf.read_checkpoint(tmp_path, {"a": 0, "b": 0}, torch.float32, half)) == {"a": 1, "b": 2}
 
 
 def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
@@ -334,14 +338,15 @@ def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
     shutil.rmtree(folder)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "chat_template.jinja").touch()  # of another export
-    hf.export(run_folder, str(tmp_path / "out"))
+    hf.export(run_folder, str(tmp_path / "out"), file_bytes=20_000)
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
     about = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (about["max_position_embeddings"], about["eos_token_id"]) == (777, [7, 8])
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"temperature": 0.25}
     _, own = train_on(1, [*arguments(text, steps=1, warmup=0), "--out", str(tmp_path / "own")])
-    hf.export(own, str(tmp_path / "out2"))
-    about = json.loads((tmp_path / "out2" / "config.json").read_text())
+    hf.export(own, str(tmp_path / "out"))
+    assert not {"generation_config.json", hf.INDEX} & {file.name for file in (tmp_path / "out").iterdir()}
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
     assert [about[key] for key in ("max_position_embeddings", "bos_token_id", "eos_token_id")] == [16, None, 0]
     for target in (own, run_folder):
         before = (tmp_path / "own" / "config.json").read_text()

@@ -86,7 +86,7 @@ def test_functions_that_stand_for_several_are_used_by_the_rule_that_parts_py_sta
 def test_each_kind_of_context_parallel_gets_its_groups_its_layout_and_its_attention(monkeypatch):
     for name in ("usp", "ulysses", "ring_attention", "allgather_attention"):
         monkeypatch.setattr(ops, name, lambda *given, name=name: (name, *given))
-    mesh = types.SimpleNamespace(groups={"ring": "R", "ulysses": "U"})
+    mesh = types.SimpleNamespace(groups={"ring": "R", "ulysses": "U"}, cp=2)
     assert {kind: ops.attention_over_ranks(mesh, kind, "local", "whole") for kind in ops.LAYOUTS} == {
         "allgather": ("allgather_attention", "R", "zigzag", "local"),
         "ring": ("ring_attention", "R", "contiguous", "local"),
@@ -95,6 +95,10 @@ def test_each_kind_of_context_parallel_gets_its_groups_its_layout_and_its_attent
         "usp": ("usp", "U", "R", "zigzag", "local"),
     }
     assert ops.attention_over_ranks(mesh, "ulysses", "local", None) == ("ulysses", "U")
+    monkeypatch.setattr(ops, "packed_attention", lambda *given: given)
+    for kind, layout, version in (("allgather", "zigzag", "allgather"), ("ring", "contiguous", "ring")):
+        packed = ops.attention_in_documents(mesh, kind, "local", "whole", [0, 9])
+        assert packed == ("R", [0, 9], layout, version, "local"), kind
 
 
 def test_fp8_hears_of_a_step_that_is_taken_and_of_one_that_is_left_out():
@@ -419,6 +423,8 @@ def test_compile_without_a_compiler_is_refused(text, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UsageError, match="--compile needs a C.. compiler, and no-such-compiler is not on the PATH"):
         train.prepare(["--data", text, "--device", "cpu", "--compile"], 1)
+    monkeypatch.setenv("CXX", "sh")
+    train.prepare(["--data", text, "--device", "cpu", "--compile", "--pp", "2"], 2)  # 1F1B runs a backward as one
 
 
 def test_tiles_in_fp8_are_multiplied_in_cuda_where_that_can_be(monkeypatch):
@@ -451,5 +457,8 @@ def test_fp8_is_refused_in_one_line_before_hopper_and_for_widths_that_no_product
     for sizes, line in ((wide, "key/value heads of a rank, 24"), (narrow, "feed-forward of a rank, 24")):
         with pytest.raises(UsageError, match=f"^--precision fp8-block: {line} numbers, are no multiple of 16"):
             checks.check_kernels(tp, dataclasses.replace(SIZES, hidden=64, **sizes), gpu)
+    few = dataclasses.replace(SIZES, hidden=64, heads=8, own_head_dim=24, intermediate=192)  # 2 K/V heads on 4 ranks
+    with pytest.raises(UsageError, match="^--precision fp8-block: key/value heads of a rank, 24 numbers"):
+        checks.check_kernels(dataclasses.replace(config, tp=4), few, gpu)
     experts = dataclasses.replace(tp, experts=2)  # which tensor ranks do not cut
     checks.check_kernels(experts, dataclasses.replace(SIZES, hidden=64, **narrow), gpu)

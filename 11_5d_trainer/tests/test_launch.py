@@ -43,6 +43,7 @@ BAD = [
     ("--nproc_per_node 2 train.py --stepz 3", "unrecognized arguments: --stepz 3; --help lists the options"),
     ("--nproc_per_node two train.py", "--nnodes 1:1 --nproc_per_node two: Unsupported nproc_per_node value: two"),
     ("--nproc_per_node 0 train.py", "--nnodes 1:1 --nproc_per_node 0: there must be at least 1 rank"),
+    ("--nproc_per_node 2 --nnodes 0 train.py", "--nnodes 0 --nproc_per_node 2: there must be at least 1 rank"),
     (
         "--nproc_per_node 2",
         "the following arguments are required: training_script, training_script_args; `torchrun --he",

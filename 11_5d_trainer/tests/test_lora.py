@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import train
 from data import Sampler, load_corpus
-from full_state import full_state
+from full_state import full_state, load_full_state
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from layouts import SIZES, Layout
@@ -157,12 +157,17 @@ def test_bf16_adapters_have_masters_and_the_base_has_none(folder, text, tmp_path
 def first_weights(words):
     plan = train.prepare(words, dist.get_world_size())
     me = train.make_trainer(plan.config, plan.model, plan.device, start_from=plan.start_from)
+    full = full_state(me.owners, me.model, me.mesh)
+    for p in me.model.parameters():
+        p.data.zero_()
+    nothing = {key: {} for key in full["weights"]}  # no moments yet
+    load_full_state(me.owners, me.model, me.mesh, full | {"optimizer": nothing})
     return full_state(me.owners, me.model, me.mesh)["weights"]
 
 
 def test_a_run_of_adapters_begins_with_the_weights_of_its_folder(folder, text, tmp_path):
     sent = load_file(f"{folder}/model.safetensors")
-    for weights in run_ranks(2, first_weights, adapted(text, folder, tmp_path, "--tp", "2")):
+    for weights in run_ranks(2, first_weights, adapted(text, folder, tmp_path, "--tp", "2", "--zero", "1")):
         assert sent.keys() == {name for name in weights if ".lora_" not in name}
         assert all(torch.equal(weights[name], weight.double()) for name, weight in sent.items())
         assert not any(weight.any() for name, weight in weights.items() if ".lora_B" in name), "W x at first"
@@ -203,6 +208,7 @@ def test_options_that_cannot_go_with_adapters_are_refused_in_one_line(folder, te
     cases.append(
         (with_init, [*two, "--precision", "fp8-tensor"], "^--lora-rank 2 cannot go with --precision fp8-tensor")
     )
+    train.prepare([*with_init, "--lora-rank", "24"], 1)
     scaled = train.prepare([*with_init, "--lora-rank", "4", "--lora-alpha", "6"], 1).model
     assert (scaled.lora_rank, scaled.lora_scale) == (4, 1.5)
     for words, more, line in cases:

@@ -221,6 +221,11 @@ def test_a_board_hears_what_a_line_of_the_log_knows_and_one_that_does_not_begin_
     watch.boards = [board]
     watch.note({"step": 3, "loss": 0.0, "mfu": None})
     board.writer.add_scalar.assert_called_once_with("loss", 0.0, 3)
+    monkeypatch.setattr(metrics.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(metrics.dist, "all_gather_object", lambda found, mine: found.__setitem__(0, mine))
+    watch.first, watch.ranks, watch.me = 4, [], mock.Mock(device=torch.device("cpu"))  # it was resumed
+    lines = [{"step": n, "loss": 1.0, "tokens_per_s": 10 * n, "mfu": n / 10} for n in range(1, 8)]
+    assert " 65 tokens/s (median), MFU 65.0%\n" in watch.summary(lines)
     monkeypatch.setattr(metrics, "TensorBoard", mock.Mock(side_effect=OSError("no network"), __name__="TensorBoard"))
     assert metrics.boards(Config(), None) == [] and not capsys.readouterr().err
     assert metrics.boards(Config(tensorboard=True), None) == []
@@ -284,6 +289,8 @@ def test_the_summary_tells_loss_speed_memory_and_bytes_per_axis(text, tmp_path):
     # 4 micro-batches: 4 L + 2 all-reduces of [2, 16, 32] in float64, and three numbers for each of 32 tokens.
     tp = 4 * ((4 * 2 + 2) * 2 * 16 * 32 * 8 + 3 * 32 * 8)
     assert sent.split(maxsplit=4)[4] == f"tp {tp / 1e6:.2f} MB, world 8 B"
+    shown = [line.split(":")[0] for line in said if re.match(r"step \d of ", line)]
+    assert shown == ["step 1 of 3", "step 3 of 3"], "within ten seconds"
     first, end = log[0]["val_loss"], log[-1]["val_loss"]
     bits = f"({end / math.log(2):.3f} bits per byte) after 3 steps, "
     assert last.startswith(f"validation loss {first:.3f} -> {end:.3f} nats per token {bits}"), last
@@ -410,6 +417,7 @@ def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, t
     _, folder = train_on(1, arguments(text, steps=1, warmup=0, experts=4, capacity=1, out=tmp_path / "run"))
     assert {layer.config.capacity for layer in moe_layers(generate.load_model(folder, "cpu")[0])} == {None}
     _, path, progress, _ = checkpoint.find(folder)
+    assert not generate.read_model("cpu", tmp_path, path, dataclasses.replace(progress, numbers=None))[3], "of text"
     sizes = LlamaConfig(**progress.sizes)
     like = full_shapes(sizes, Config(**progress.config).mixture(sizes))
     saved = checkpoint.load(path, like, torch.float64)["weights"]
@@ -438,7 +446,7 @@ def test_generate_continues_a_prompt_and_ends_in_one_line_when_it_cannot(text, t
     assert said(folder, "--tokens", "0")[::2] == (2, "generate.py: --tokens 0 must be at least 1\n")
     first, again, other = (said(folder, "--tokens", "9", "--seed", seed)[1] for seed in "001")
     assert first == again != other
-    likeliest = (("--temperature", "0"), ("--top-k", "1"), ("--top-p", "1e-9"))
+    likeliest = (("--temperature", "0"), ("--temperature", "1e-6"), ("--top-k", "1"), ("--top-p", "1e-9"))
     assert len({said(folder, "--tokens", "9", *words)[1] for words in likeliest}) == 1
     _, small = train_on(
         1, [*arguments(text, steps=1, warmup=0, vocab_size=128), "--out", str(tmp_path / "small")], vocab_size=128

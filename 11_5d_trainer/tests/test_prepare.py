@@ -270,6 +270,12 @@ def test_of_large_files_some_blocks_are_checked(tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "checksum", lambda path, block: read.append(block) or real(path, block))
     load_corpus(Config(data=str(tmp_path / "out"), seq_len=16))
     assert 0 in read and max(read) > 50 and len(read) <= 4 * sources.CHECKED
+    (tmp_path / "large").write_bytes(bytes(2**22))
+    first = sources.crc_of_samples(tmp_path / "large")
+    (tmp_path / "large").write_bytes(bytes(2**22 - 1) + b"1")
+    assert sources.crc_of_samples(tmp_path / "large") != first, "its end, too"
+    for names, said in (("abc", "a, b, c"), ("abcd", "a, b, c, ...")):
+        assert sources.in_words({"hidden": list(names)}) == f"; skipped: {len(names)} hidden ({said})"
 
 
 # ----------------------------------------------------------------------------------------------------- tokenizers
@@ -375,6 +381,9 @@ def test_the_end_of_a_document_is_the_tokenizers_own_or_what_is_asked_for(tokeni
     prepared(capsys, *both, "--out", stories / "both")
     rows = load_corpus(Config(data=str(stories / "both"), seq_len=16))  # whose sources share a tokenizer
     assert [[rows.decode(tokens) for tokens in documents(row)] for row in rows.held_out] == [STORIES[9::10]] * 2
+    monkeypatch.setattr("data.load_tokenizer", lambda *_: sources.Tokenizer())
+    with pytest.raises(UsageError, match="its tokenizer has 256 tokens, not 300$"):
+        load_corpus(Config(data=str(stories / "both"), seq_len=16))
     made = sources.load_tokenizer(str(tokenizer))
     assert made.decode([2, 400, 2]) == "<|im_end|><|im_end|>"  # a model may have more words than its tokenizer
     transformers = pytest.importorskip("transformers")
@@ -450,6 +459,9 @@ def test_each_source_has_its_share_and_its_windows_come_once_an_epoch():
         assert sum(window >= 64 for window in seen[begin : begin + ROUND]) == 256
     assert [window >= 64 for window in seen[:ROUND]] != [window >= 64 for window in seen[ROUND:]]
     first, second = [w for w in seen if w < 64], [w - 64 for w in seen if w >= 64]
+    mixed = list(map(Sampler(sources_of(257, 257, weights=(3, 1)), 4, 2000, seed=6).window, range(ROUND)))
+    orders = [[w % 64 for w in mixed if (w >= 64) == late][:64] for late in (False, True)]
+    assert [w >= 64 for w in mixed] != [w >= 64 for w in seen[:ROUND]] and first[:64] != orders[0] != orders[1]
     for windows, count in ((first, 64), (second, 20)):
         epochs = [windows[i : i + count] for i in range(0, len(windows) - count + 1, count)]
         assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
@@ -508,6 +520,10 @@ def test_the_held_out_samples_of_a_mixture_are_those_of_its_sources_once_each():
 def test_sources_without_weights_are_mixed_by_their_tokens(stories, capsys):
     (stories / "one.txt").write_text("\ufeff" + "a word " * 99, encoding="utf-8")
     (stories / "stories" / "image").write_bytes(b"\0")
+    assert len(prepare.units_of(stories / "stories", 60)[0]) == 60, "one of them for validation"
+    border = (stories / "stories.jsonl").read_text().index("\n") + 1
+    where, story = next(prepare.records(prepare.Unit(stories / "stories.jsonl", "lines", border, 10**6), "story"))
+    assert where.endswith(f", line at byte {border}") and story == STORIES[1]
     said = prepared(capsys, stories / "stories", stories / "one.txt", "--out", stories / "out")
     assert " tokens; skipped: 1 binary (image)\n" in said
     sources = json.loads((stories / "out" / "mixture.json").read_text())["sources"]
@@ -523,9 +539,9 @@ def test_token_ids_take_two_bytes_as_long_as_they_fit_and_then_four(stories, cap
         about = dict(vocab_size=size, eos=1, name="large")
         made = prepare.Tokenizer(encode=lambda text, last=size - 1: [last] * len(text), **about)
         monkeypatch.setattr(prepare, "load_tokenizer", lambda name, made=made: made)
-        words = ["--tokenizer", "large", "--workers", 1, "--val-every", 3, "--out", stories / dtype]
+        words = ["--tokenizer", "large", "--workers", 1, "--val-every", 2, "--out", stories / dtype]
         prepared(capsys, stories / "stories", *words)
-        for name, count in (("train", 40), ("val", 20)):
+        for name, count in (("train", 30), ("val", 30)):
             about = json.loads((stories / dtype / f"{name}.json").read_text())
             assert (about["dtype"], about["documents"]) == (dtype, count)
             tokens = map_file(stories / dtype / f"{name}.bin", dtype)
@@ -609,6 +625,8 @@ def test_labels_end_and_places_begin_again_with_each_document():
         want[row, column] = IGNORE
     assert torch.equal(labels, want)
     assert places.tolist() == [[0, 1, 2, *range(13)], [0, 1, 2, 3, *range(12)], [0, *range(15)]]
+    assert torch.equal(Sampler(rows, 16, 1000, 0).samples([0, 1, 2])[1], tokens + 1), "without --documents"
+    assert rows[0].part(20, 33).starts.tolist() == [0, 12]
 
 
 def gradients_in_documents(words, layouts):

@@ -31,12 +31,17 @@ def test_resuming_gives_bit_identical_losses(ranks, tied, text, tmp_path):
     whole = arguments(text, precision="fp32", steps=4, save_every=2, keep=9)
     whole += [*(biased if tied else []), "--out", str(tmp_path / "run")]
     undisturbed, folder = train_on(ranks, whole, tied=tied)
+    past = Path(folder) / "log.jsonl"
+    past.write_text(past.read_text().replace('"seconds": ', '"seconds": 1000'))
     resumed, same = train_on(ranks, ["--resume", f"{folder}/checkpoints/step-000002"], tied=tied)
     assert same == folder
     names = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
     assert names == ["step-000002", "step-000004", "superseded-step-000004"]
     assert checkpoint.find(folder)[2].samples == 4 * 8, "of every rank and micro-batch"
-    assert [line["samples"] for line in resumed if "loss" in line] == [8, 16, 24, 32]
+    windows = (len(train.load_corpus(Config(data=text, seq_len=16)).train) - 1) // 16
+    samples = [(line["samples"], line["epoch"]) for line in resumed if "loss" in line]
+    assert samples == [(n, n / windows) for n in (8, 16, 24, 32)]
+    assert min(line["seconds"] for line in resumed if "loss" in line) > 1000, "it goes on, too"
     assert losses(resumed) == losses(undisturbed)  # the floats themselves, not approximately
     assert resumed[-1] == undisturbed[-1]  # the validation at the end sees the same weights
     on_disk = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
@@ -123,11 +128,17 @@ def test_a_truncated_checkpoint_is_passed_over_and_refused_if_it_was_named(file,
     monkeypatch.chdir(Path(folder) / "checkpoints")
     assert checkpoint.find("step-000008")[0].resolve() == Path(folder).resolve()
     damaged = Path(folder) / "checkpoints" / "step-000008" / file
+    longer = damaged.with_name("__0_0.distcp")
+    whole = longer.read_bytes()
+    longer.write_bytes(whole + b"0")
+    assert f"has {len(whole) + 1} bytes but was written with {len(whole)}" in checkpoint.damage(damaged.parent)
+    longer.write_bytes(whole)
     damaged.write_bytes(damaged.read_bytes()[:-100])
     before = (Path(folder) / "log.jsonl").read_bytes()
     with pytest.raises(UsageError) as refusal:
         train.prepare(["--resume", str(damaged.parent)], 1)
-    assert file in str(refusal.value) and str(refusal.value).endswith("which takes the one before"), refusal.value
+    ends = f"; use --resume {folder}, which takes the one before"
+    assert file in str(refusal.value) and str(refusal.value).endswith(ends), refusal.value
     assert "\n" not in str(refusal.value)
     plan = train.prepare(["--resume", folder], 1)
     assert plan.resume is not None and plan.resume[2].step == 4
@@ -172,6 +183,8 @@ def save_to_a_file(words, folder):
     failure = saver.failure
     (Path(folder) / "checkpoints").rename(Path(folder) / "file")
     saver.save({"weights": model.state_dict()}, progress)
+    saver.pending.result()
+    assert not saver.busy(), "until the next save it would have no name"
     saver.finish()
     return failure, said, saver.failure
 

@@ -206,6 +206,7 @@ def test_a_run_from_a_config_json_alone_trains_new_weights_and_is_exported_as_th
 def test_the_config_json_of_an_export_has_every_size_of_its_model(folder, tmp_path):
     read = [hf.read_sizes(str(folder / kind)) for kind in MODELS]
     read.append((dataclasses.replace(read[0][0], hidden=34, own_head_dim=8), (0, 0)))  # a Mistral; no Llama has it
+    read.append((read[[*MODELS].index("mixtral")][0], (4, 4)))  # a token may use all experts
     kinds = set()
     for sizes, experts in read:
         about = hf.config_json(sizes, mixture_of(sizes, experts), "float32", 16, {})
@@ -256,6 +257,11 @@ def test_every_key_is_honoured_or_refused_by_its_name(folder, tmp_path):
     assert said_of("llama", rope_parameters=half).startswith("has partial_rotary_factor = 0.5 for its RoPE")
     assert said_of("llama", is_causal=False) == "has is_causal = False, which means nothing here"
     assert said_of("llama", quantization_config={}) == "has quantization_config = {}, which means nothing here"
+    assert said_of("llama", **{"a\nb": "x" * 99}) == f"has 'a\\nb' = '{'x' * 56}..., which means nothing here"
+    for kind, dim in (("llama", 8), ("mistral", None)):
+        assert said_of(kind, hidden_size=34, head_dim=dim).endswith(": hidden_size 34 is not a multiple of its heads")
+    types = {"rope_type": "default", "type": "llama3"}
+    assert said_of("llama", rope_parameters=types) == "has two types of RoPE, 'default' and 'llama3'; remove one"
     assert said_of("mixtral", num_experts_per_tok=5) == "gives each token 5 of 4 experts"
     assert said_of("mixtral", num_experts_per_tok=0).startswith(
         "has num_experts_per_tok = 0; it must be a whole number"
@@ -396,6 +402,10 @@ def test_the_index_decides_which_files_are_read(folder, tmp_path):
     head["lm_head.weight"][255] += 1
     tied = " ties the output layer to the embedding, but has another lm_head.weight"
     assert found("untied", {"model.safetensors": whole | head}) == tied
+    wide = torch.arange(2.0**15 + 2).view(-1, 2)  # one row more than are compared at once
+    save_file({hf.EMBEDDING: wide, "lm_head.weight": wide.clamp(max=2**15)}, tmp_path / "untied" / "model.safetensors")
+    with pytest.raises(UsageError, match=f"{tied}$"):
+        hf.check_weights(str(tmp_path / "untied"), {hf.EMBEDDING: wide})
     whole["model.norm.weight"] = whole["model.norm.weight"].to(torch.int8)
     assert found("int8", {"model.safetensors": whole}) == " has model.norm.weight in I8; floating numbers are needed"
 

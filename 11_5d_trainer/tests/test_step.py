@@ -271,7 +271,7 @@ def test_wsd_is_constant_and_falls_as_one_minus_a_square_root_in_the_last_steps(
 
 def test_the_only_step_of_a_run_has_a_loss_in_the_summary(text, tmp_path):
     words = [*arguments(text, steps=1, warmup=0, sample=4), "--out", str(tmp_path / "run")]
-    words += ["--experts", "4", "--router", "sigmoid", "--bias-speed", "0.1"]  # biases count steps: no parameters
+    words += ["--experts", "4", "--router", "sigmoid", "--bias-speed", "0.1", "--seed", "3"]  # biases: no parameters
     said = run_ranks(1, said_by_a_run, words)[0]
     assert "loss            5." in said and "nan" not in said, said
     llama = model.alone(SIZES, Config(**parse(words)).mixture(SIZES), "meta")
@@ -285,8 +285,10 @@ def said_by_a_run(words):
     with (
         mock.patch.object(train.Logger, "say", lambda self, text: lines.append(text)),
         mock.patch.object(train, "load_model", no_memory),
+        mock.patch.object(train, "Sampler", mock.Mock(wraps=train.Sampler)) as samplers,
     ):
         weights_of_a_run(words)
+    assert {call.args[3] for call in samplers.call_args_list} == {3}, "of the seed"
     return "\n".join(lines)
 
 
@@ -430,6 +432,17 @@ def test_a_bucket_may_be_smaller_than_a_mebibyte(text):
     for mib, buckets in ((25, 1), (0.05, 2)):
         words = arguments(text, precision="bf16", zero=1, bucket_mib=mib)
         assert run_ranks(1, number_of_buckets, words) == [buckets]
+
+
+def kept_by_another_seed(words):
+    configs = [Config(**parse([*words, "--seed", seed])) for seed in "01"]
+    one, other = (make_trainer(config, SIZES, torch.device("cpu")).model for config in configs)
+    return [name for name, p in one.named_parameters() if p.dim() > 1 and p.equal(other.get_parameter(name))]
+
+
+@pytest.mark.parametrize("layout", ["--experts 4", "--tp 2"])
+def test_another_seed_draws_each_matrix_anew(layout, text):
+    assert run_ranks(2, kept_by_another_seed, [*arguments(text), *layout.split()]) == [[], []]
 
 
 def test_weights_get_their_memory_in_the_dtype_they_stay_in(text):

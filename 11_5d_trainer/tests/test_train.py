@@ -267,5 +267,6 @@ def test_presets_have_the_sizes_they_are_named_after():
     assert 0.5e6 < counts["tiny"] < 0.9e6
     assert counts["llama3-8b"] == 8_030_261_248 and counts["llama3-70b"] == 70_553_706_496
     assert round(counts["smollm-1.7b"] / 1e9, 2) == 1.71 and round(counts["base"] / 1e6) == 124
+    assert (PRESETS["smollm-1.7b"].rope_theta, PRESETS["mixtral-8x7b"].rope_theta) == (130_000, 1_000_000)
     sparse = train.elements_of(PRESETS["mixtral-8x7b"], Config(preset="mixtral-8x7b"))
     assert sum(sparse.values()) == 46_702_792_704

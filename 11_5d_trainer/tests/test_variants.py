@@ -5,6 +5,7 @@ checkpoint as if nothing had happened, in its own layout or another; and each is
 what they hold and send, test_bad_input.py has what is refused.
 """
 
+import dataclasses
 from unittest import mock
 
 import paths  # noqa: F401  finds the chapters below
@@ -115,6 +116,11 @@ def dispatched(words):
     me, batches = fuzz.made(words, SIZES)
     with metrics.routed_rows(me.model) as rows:
         step_module.train_step(me, batches())
+    plain = metrics.sent_by_formula(me, [])["tokens"]
+    me.config = dataclasses.replace(me.config, capacity=1.0, recompute="full", dispatch="once")
+    found = metrics.sent_by_formula(me, [])
+    counts = 2 * 2 * 4 * 2  # layers, micro-batches, experts, and places of a token among them
+    assert (found["tokens"] - plain, found["ep"]) == (8 * counts, None)
     return {layer.version for layer in moe_layers(me.model)}, {tuple(send) for send, _ in rows}
 
 
