@@ -107,11 +107,12 @@ def attention_peak(z: Sizes, way: str, sets: int = 2) -> int:
     slots = min(sets, u) * (2 * K + 3 * Q + L) + (sets * Q_w if u > 2 else 0)
     new_dq = Q_w if u < 3 else 0  # otherwise it is summed in its slot
     waiting = Q if u > 1 else 0  # dq_j, complete before dk_j and dv_j
+    stays = Q_w if u == 2 else 0  # dq of the last row, which the next step needs again
     kernel = Q // G + 2 * K + (L // G if G > 1 else 0)
     phases = [
         slots + 2 * K_w + new_dq + waiting + kernel,
         slots + 2 * K_w + new_dq + Q + (moved + cast) * Q,
-        slots + 2 * K_w + Q + 2 * K + (moved + cast) * K,
+        slots + 2 * K_w + stays + Q + 2 * K + (moved + cast) * K,
     ]
     return max(phases)
 
