@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import ulysses
-from harness.attention import attention_results, dense_attention, random_qkv
+from harness.attention import assert_losses_of_few_labels, attention_results, dense_attention, random_qkv
 from harness.meter import communication, peak_memory, saved_activations
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
@@ -81,16 +81,7 @@ def three_steps(form: str, layout: str, group: dist.ProcessGroup) -> list[Tensor
         for p in params:
             results.append(p.grad)
             p.data, p.grad = p.data - 0.1 * p.grad, None
-    if group.rank() > 0:
-        shard[1].fill_(script.IGNORE_INDEX)  # from now on labels are on one rank only
-    with torch.no_grad():
-        logits = script.run_model(model, shard[0], shard[2], attention)
-    loss = script.forward_backward(model, shard, attention, group)
-    if group.rank() == 0:
-        own = F.cross_entropy(logits.flatten(0, 1), shard[1].flatten())
-        assert_same(loss, own, what="the loss where one rank has all labels")
-    shard[1].fill_(script.IGNORE_INDEX)
-    assert script.forward_backward(model, shard, attention, group) == 0, "without any label a loss is 0, not 0/0"
+    assert_losses_of_few_labels(script, model, shard, attention, group)
     return results + [p.detach() for p in params]
 
 

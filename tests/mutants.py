@@ -23,7 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "exercises")]
 from harness import warm_python
-from harness.mutations import tests_for
+from harness.layout import chapter_of, files
+from harness.mutations import reached
 from hints import mutants_of
 
 SHOWN_ONLY = ("main", "demo", "parse", "print", "refuse", "run")  # functions that show, or refuse what is impossible
@@ -39,8 +40,7 @@ def left_out(node: ast.AST) -> bool:
 
 def tests_of(script: Path) -> list[list[str]]:
     """Files of tests that may notice a change of this script: its own, others of its chapter, the nets."""
-    chapter = script.relative_to(ROOT).parts[0]
-    found = sorted(test for test in tests_for({script}) if test.relative_to(ROOT).parts[0] == chapter)
+    found = [test for test in files("test_*.py", chapter_of(script)) if script in reached([test])]
     own = [test for test in found if test.stem == f"test_{script.stem}"]
     groups = own, [test for test in found if test not in own], [ROOT / "tests" / "test_nets.py"]
     return [[test.relative_to(ROOT).as_posix() for test in group] for group in groups if group]

@@ -863,6 +863,7 @@ def refusals():
         ((three, two), "3 inputs for the 2 micro-batches of 1f1b; give 2"),
         ((two, three), "3 targets for"),
         ((two, two, [{}]), "1 extras for"),
+        ((two, two, []), "0 extras for"),
     ):
         for run in (pipeline.step, pipeline.forward_only):
             with pytest.raises(ValueError, match=words):

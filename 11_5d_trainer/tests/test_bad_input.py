@@ -552,6 +552,8 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
         return checks.least_bytes(config, dataclasses.replace(fuzz.SIZES, **sizes), ranks)
 
     whole = need("", 4)
+    biased, halves = (need(words, 4, qkv_bias=True)["weights"] - need(words, 4)["weights"] for words in ("", "--tp 2"))
+    assert halves == biased / 2 > 0, "biases are cut as their layer is"
     assert need("--evaluate", 4) == {"weights": whole["weights"]}
     assert need("--zero 1", 4)["AdamW's states"] == whole["AdamW's states"] / 4
     assert need("--zero 2", 4)["gradients"] == whole["gradients"] / 4
