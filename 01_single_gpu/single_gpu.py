@@ -7,7 +7,7 @@ stores, what autograd has saved for the backward pass, and what the running oper
      peak ->       _                    _
                  /  |_                /  |_       temporary: gradients of the logits, of a block
                /      |_            /      |_     saved for the backward pass
-     --------/----------|---------/----------|----------  gradients: Ψ elements
+             /     -----|---------/----------|----------  gradients: Ψ elements
      ####################################################  parameters and AdamW's moments: 3 Ψ
        forward   backward   forward   backward   clip, update
 
@@ -188,8 +188,8 @@ class CheckpointedBlock(torch.autograd.Function):
     forward:  run the block without autograd, so that nothing inside it is saved
     backward: run it again with autograd on, and backpropagate through this second run
 
-    Under autocast, call backward inside the context as well: the second run uses the precision that
-    is active then.
+    Under autocast the second run uses the precision that is active in the backward pass;
+    `torch.utils.checkpoint` restores that of the forward pass.
     """
 
     @staticmethod

@@ -47,7 +47,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch._dynamo  # else imported late, by CommRecorder, and then it keeps the group alive
+import torch._dynamo  # imported late, by CommRecorder, it would keep the process group alive
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -358,7 +358,7 @@ class OverlappedColumnLinear(torch.autograd.Function):
 # -------------------------------------------------------------------------------- The training step
 def loss_sum(params: Params, tokens, labels, config: ModelConfig, tp: TPContext) -> Tensor:
     """tokens, labels [B, S], the same on every rank -> the sum of the losses, the same as well."""
-    # No rank has an id beyond the vocabulary: all would add 0, and the loss would look plausible.
+    # An id beyond the vocabulary is on no rank: all add 0, and the loss would look plausible.
     for what, ids in (("token", tokens), ("label", labels[labels != IGNORE_INDEX])):
         if ids.numel() and not 0 <= ids.min() <= ids.max() < config.vocab_size:
             raise ValueError(f"{what}s {ids.min()}..{ids.max()}: use 0 to {config.vocab_size - 1}")
@@ -418,7 +418,7 @@ def full_params(config: ModelConfig) -> Params:
 
 
 def get_batch(step: int, config: ModelConfig, device="cpu") -> tuple[Tensor, Tensor]:
-    """Random tokens and their next tokens as labels [B, S]. The first of these does not count."""
+    """Random tokens, the next tokens as labels [B, S]. A row's first label does not count."""
     generator = torch.Generator().manual_seed(step)
     text = torch.randint(config.vocab_size, (config.batch, config.seq_len + 1), generator=generator)
     labels = text[:, 1:].clone()

@@ -129,8 +129,8 @@ class RingComm:
     def start_send_recv(self, send: Tensor, recv: Tensor, shift: int = 1) -> list[dist.Work]:
         """Start to send to rank + shift and to receive from rank - shift.
 
-        Both are started as one batch: if every rank sent first and received afterwards, all might
-        block in their send. Neither tensor may be touched or freed before the wait.
+        One batch: if every rank sent first and received afterwards, all might block in their send.
+        Until the wait `send` may be read but not changed, `recv` not even read, and neither freed.
         """
         dst = (self.rank + shift) % self.cp
         src = (self.rank - shift) % self.cp

@@ -94,7 +94,7 @@ class Stage:
             x.requires_grad_()  # this rank's part of the autograd graph begins here
         y = self.layers(x)
         if self.next_rank is None:
-            # A share of the full batch's mean. So micro-batches add up, in losses and gradients.
+            # A part of the full batch's mean, so losses and gradients of micro-batches add up.
             y = loss_sum(y, self.labels[i]) / self.num_valid
             self.loss += y.detach()
         self.in_flight[i] = x, y

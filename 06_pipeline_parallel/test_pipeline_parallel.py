@@ -402,7 +402,9 @@ def test_memory_grows_with_every_micro_batch_in_afab_and_not_at_all_in_1f1b_or_n
 
 def deadlock_and_train():
     began = time.monotonic()
-    blocked = pipe.find_deadlock(dist.group.WORLD)
+    with patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        blocked = pipe.find_deadlock(dist.group.WORLD)
+    assert "gloo" in made.call_args.args  # of the default, NCCL, the timeout ends the process
     took = time.monotonic() - began
     dist.barrier()  # the group of the job is as before
     return blocked, took, traces("1f1b", [(3, 1)])

@@ -70,7 +70,7 @@ def route(x: Tensor, router_weight: Tensor, top_k: int) -> tuple[Tensor, Tensor,
     The choice has no gradient. The gate weights have one: through them the loss trains the router.
     """
     # --- exercise 7.1: probabilities in float32 or better, the K best experts, their weights ---
-    # The choice compares numbers. With the three significant digits of bf16, experts would tie.
+    # The choice compares numbers. With bf16's two to three digits, experts would tie.
     dtype = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):  # it would cast both factors to bf16 again
         router_probs = F.linear(x.to(dtype), router_weight.to(dtype)).softmax(-1)
@@ -90,7 +90,7 @@ def moe_dense(x, router_weight, w1, w3, w2, top_k, capacity_factor=None, group=N
     """The simplest correct form: E/K times the work, and all experts in one process.
 
     Every expert computes every token, and the tokens that did not choose it give it the weight 0.
-    In the parallel form each rank drops rows of its own: `sizes` are their tokens (None: one rank).
+    In the parallel form each rank drops its own rows: `sizes`, the tokens of each (None: one rank).
     """
     num_experts = len(router_weight)
     experts, gate_weights, router_probs = route(x, router_weight, top_k)

@@ -8,7 +8,7 @@ import sys
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 sys.path.append(str(Path(__file__).resolve().parent / "in_depth"))  # to compare with
 
@@ -620,8 +620,15 @@ def test_check_names_the_error_and_the_rank(what, words):
 
 
 def check_with_capacity() -> list[str]:
-    with contextlib.redirect_stdout(io.StringIO()):
-        return expert_parallel.check(2, 1.0, 4, dist.group.WORLD, torch.device("cpu"))
+    shown, counted = Mock(), Mock(wraps=expert_parallel.expected_bytes)
+    with (
+        patch.multiple(expert_parallel, print_table=shown, expected_bytes=counted),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        failures = expert_parallel.check(2, 1.0, 4, dist.group.WORLD, torch.device("cpu"))
+    tables = counted.call_args.args[0]
+    assert all(call.args[0] is tables[0] for call in shown.call_args_list), "the table is that of layer 0 in step 0"
+    return failures
 
 
 def test_check_finds_nothing_wrong_where_uneven_ranks_drop_rows():

@@ -10,7 +10,7 @@ four failures, and each has its own repair:
     long sums      every addition rounds: 2,048 + 1 = 2,048    add up the gradients in fp32
 
 bf16 has the range of fp32, so it needs no scale. In fp8, linear layers of a bf16 model multiply
-8-bit values. Each tensor has a scale that puts its largest absolute value on that of fp8.
+8-bit values. Each tensor has a scale that maps its largest absolute value to fp8's.
 
     bytes per parameter (SGD)  params  main_grads  master_weights  sent per step
     fp32                         4         4             -         4

@@ -10,7 +10,7 @@ on a grid with one axis per technique, and each technique runs in the groups alo
     pp    06       the layers           activations to the next stage; gradients back    M
     ep    07       the experts          tokens to their experts and back: all-to-all     M per layer
 
-A step has M micro-batches. Every message but the counts of tokens has one in the backward pass.
+A step has M micro-batches. Forward messages, except counts, have one in the backward pass.
 
     16 ranks with --pp 2 --cp 2 --tp 2; dp is what remains: 2
                   cp 0   cp 1               cp 0    cp 1     rank 5: stage 0, dp 1, cp 0, tp 1
@@ -63,9 +63,9 @@ from tqdm import tqdm
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Params = dict[str, Tensor]  # by name, such as "0.q_proj": of layer 0
-TIMEOUT = timedelta(seconds=120)  # each new group needs it, or it would wait for 30 minutes
+TIMEOUT = timedelta(seconds=120)  # each new group needs it, or it waits 10 minutes (30 with Gloo)
 VOCAB_SIZE = 256  # bytes
-IGNORE_INDEX = -100  # a label without a target
+IGNORE_INDEX = -100  # the loss ignores it
 sent = Counter[str]()  # bytes that have left this rank, by the name of the group; for the check
 
 
@@ -510,7 +510,7 @@ class FlatParam:
         self.shapes = {name: weight.shape for name, weight in weights.items()}
         self.full = self.flatten(weights)  # [n]
         self.full_grad = torch.zeros_like(self.full)  # [n]
-        self.shard = self.shard_of(self.full)  # [n/ranks], a view: to update it updates the weights
+        self.shard = self.shard_of(self.full)  # [n/ranks], a view: updating it updates the weights
         self.shard.grad = torch.zeros_like(self.shard)
         self.params = self.views_of(self.full)  # [n] -> name -> a view with the weight's shape
         grads = self.views_of(self.full_grad)

@@ -118,7 +118,7 @@ def make_mesh(
     """Lay the world out on the grid. Every rank calls it and makes every group, also groups of other ranks.
 
     A collective that waits for a stuck rank fails after `timeout` seconds. Each group gets the timeout
-    explicitly, because a new group does not inherit the world's but has half an hour.
+    explicitly, because a new group does not inherit the world's but has 10 minutes (NCCL) or 30 (Gloo).
     """
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     grid = torch.arange(dist.get_world_size()).view(*sizes.values())

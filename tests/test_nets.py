@@ -92,7 +92,7 @@ def test_every_collective_names_its_group_and_its_peer_within_it(chapter):
 
 
 def test_every_group_has_a_timeout():
-    """A group does not inherit the world's, and would wait for half an hour. A rank alone waits for nobody."""
+    """A group does not inherit the world's, and would wait for ten minutes or more. A rank alone waits for nobody."""
     makers = ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration")
     found = []
     for file in TECHNIQUES:

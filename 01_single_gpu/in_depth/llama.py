@@ -147,7 +147,7 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of every rotation angle, [..., S, D/2], in fp32 for every dtype of the model.
 
-    bf16 has 8 bits of mantissa and cannot distinguish positions 1000 and 1001, so distant tokens would rotate
+    bf16 has 8 significant bits and cannot distinguish positions 1000 and 1001, so distant tokens would rotate
     alike. `positions` are an argument, because a context-parallel rank's tokens do not start at 0.
     """
     angle = positions[..., None].float() * rope_frequencies(head_dim, theta, scaling, positions.device)

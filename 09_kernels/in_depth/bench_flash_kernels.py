@@ -117,7 +117,8 @@ def cpu() -> None:
     """Two tables that need no GPU: errors in the interpreter, and the compiled kernels."""
     rows = error_rows(TRITON)
     binaries = [row for sm in (80, 90) for row in binary_rows(sm, SHAPES) if row[0] != "delta"]
-    if spilled := [" ".join(map(str, row[:4])) for row in binaries if row[BINARY_COLUMNS.index("spilled bytes")]]:
+    spilled = [" ".join(map(str, row[:4])) for row in binaries if row[BINARY_COLUMNS.index("spilled bytes")]]
+    if spilled := [name for name in spilled if not name.startswith("forward sm_90")]:  # plan_for says why these may
         sys.exit(f"{', '.join(spilled)}: numbers lie in local memory")
     write_result(
         "09_flash_errors",

@@ -290,6 +290,8 @@ def test_with_fpdt_heads_travel_three_times_whatever_the_number_of_chunks():
         layout = pm.Layout(ulysses=4, seq_len=256, fpdt_chunks=chunks, micro_batch=2, micro_batches=3)
         got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, layout) if flow.axis == "ulysses")
         assert got == pytest.approx(3 * 3 * SIZES.layers * 2 * network_bytes(Sizes(256, 4, chunks, 8, 4, 8, 4)))
+        one = dataclasses.replace(layout, micro_batch=1)
+        assert pm.fpdt_host(SIZES, layout) == 2 * pm.fpdt_host(SIZES, one), "two sequences are on the host at once"
 
 
 def test_a_long_pipelines_memory_is_that_of_its_first_and_last_rounds():

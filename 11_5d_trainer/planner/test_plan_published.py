@@ -95,6 +95,9 @@ def test_nine_in_ten_of_the_held_out_runs_lie_in_the_interval_and_pairs_close_to
     rows = [[one.family, *off, 94.2, "1 of 2"], ["all rows", *off, "", ""]]
     assert pp.summary()[1] == [[use, *row] for use in (pp.FITTED, pp.HELD_OUT) for row in rows]
     assert pp.rows()[1][1][3:] == [1.04, 3.0, 188.5]
+    ratios = tuple(dataclasses.replace(run, measure="of_the_first") for run in runs)
+    monkeypatch.setattr(pp, "families", lambda: (dataclasses.replace(one, runs=ratios),))
+    assert pp.loss(pp.now()) == pytest.approx(math.log(3 / 1.04) / 2), "the first is 1 by definition, not a hit"
 
 
 def test_published_seconds_become_tokens_per_second_of_one_gpu():

@@ -458,6 +458,9 @@ def test_every_stage_is_run_and_of_a_ring_every_place():
         twin = twins(config(**words, cp_kind=kind), SIZES, 16)
         assert {twin(rank) for rank in range(16)} == want, kind
         assert all(twin(twin(rank)) == twin(rank) for rank in range(16))
+    sizes = dataclasses.replace(SIZES, hidden=48, heads=12, kv_heads=12)  # tp leaves 6 K/V heads for 4 ranks
+    twin = twins(config(cp=4, tp=2, cp_kind="ulysses"), sizes, 8)
+    assert {twin(rank) for rank in range(8)} == {0, 2, 4, 6}
 
 
 # --------------------------------------------------------------------------------------------------- the match, by hand

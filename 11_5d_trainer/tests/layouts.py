@@ -24,7 +24,7 @@ from model import join_pieces
 from moe_llama import gather_experts
 from options import Config, UsageError, parse
 
-SIZES = LlamaConfig(hidden=16, layers=4, heads=4, kv_heads=2, intermediate=24)
+SIZES = LlamaConfig(hidden=16, layers=4, heads=4, kv_heads=2, intermediate=24, rope_scaling=(2.0, 1.0, 4.0, 64))
 FULL = [  # every axis above 1, on 16 ranks
     "--pp 2 --schedule 1f1b --cp 2 --cp-kind zigzag --tp 2 --sequence-parallel --experts 4 --ep 2 --zero 2",
     "--pp 2 --schedule zb-h1 --cp 2 --cp-kind ulysses --tp 2 --zero 1 --recompute full",
