@@ -117,6 +117,8 @@ def test_every_byte_can_be_drawn_and_none_beyond_the_end():
     data = torch.arange(6, dtype=torch.uint8)  # windows of 5 + 1: only one start fits
     ((tokens, labels),) = training_step.random_batches(data, 4, 5, 1, torch.Generator().manual_seed(0))
     assert (tokens == torch.arange(5)).all() and (labels == torch.arange(1, 6)).all()
+    for alone in training_step.next_token_pairs(torch.arange(6)[None]):  # one sample, already int64
+        assert alone.untyped_storage().nbytes() == alone.nbytes, "each owns its memory"
 
 
 def test_the_standard_library_is_the_same_bytes_every_time():
