@@ -527,6 +527,7 @@ def test_the_script_passes_and_every_option_reaches_the_step(capsys, monkeypatch
         ([4.0] * 59, "4.000", True),
         ([math.nan], "nan", False),
         ([1.0] * 59 + [math.nan], "nan", False),
+        ([3.3] * 60, "3.300", True),  # 0.6 log 256 is 3.327
     ],
 )
 def test_the_loss_must_fall_and_be_finite(losses, mean, passes, capsys, monkeypatch):
@@ -552,6 +553,7 @@ def test_a_wrong_number_ends_with_status_1_and_is_named(capsys, monkeypatch):
     assert code == 1 and "largest relative error" in said[-1]
     for words in ("bytes saved", "bytes at the peak", "FLOPs"):
         assert f"; {words}" in said[-1] and f"; recomputed: {words}" in said[-1]
+    assert "; FLOPs: 66,355,200, not 66,355,199" in said[-1], "measured, not formula"
 
 
 def test_the_six_steps_record_each_loss_gradient_and_parameter():
@@ -563,13 +565,15 @@ def test_the_six_steps_record_each_loss_gradient_and_parameter():
     assert len(history) == 6 * each
     assert all(torch.equal(got, want) for got, want in zip(history[1 - each :], last, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(history[:each], history[-each:], strict=True)), "copies are kept"
+    assert torch.stack([p.grad.norm() for p in params]).norm() <= 0.1, "the steps of AdamW clip"
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -1.0])
 def test_the_largest_error_is_nan_if_one_is_and_has_no_sign(wrong, monkeypatch):
-    steps = iter(([torch.ones(1), torch.full((1,), wrong), torch.ones(1)], [torch.ones(1)] * 3))
-    monkeypatch.setattr(single_gpu, "six_steps", lambda *args: next(steps))
-    assert not single_gpu.largest_error(ModelConfig()) < 2.0
+    steps, seen = iter(([torch.ones(1), torch.full((1,), wrong), torch.ones(1)], [torch.ones(1)] * 3)), []
+    monkeypatch.setattr(single_gpu, "six_steps", lambda m, *args: seen.append((m.recompute, *args)) or next(steps))
+    assert not single_gpu.largest_error(ModelConfig(), "a GPU") < 2.0
+    assert seen == [(True, train_step, "a GPU"), (False, single_gpu.reference_step, "a GPU")]
 
 
 @pytest.mark.parametrize(

@@ -346,6 +346,7 @@ def test_every_sequence_is_another_one_and_the_label_of_a_token_is_the_token_aft
         valid = labels[..., :-1] != IGNORE_INDEX
         assert torch.equal(labels[..., :-1][valid], tokens[..., 1:][valid])
         assert len(tokens.flatten(0, -2).unique(dim=0)) == 3 * 2 * 2
+    assert not torch.equal(get_batch(0, 3)[0], get_batch(1, 3)[0]), "each step has a batch of its own"
 
 
 def broadcast_in_a_group():
@@ -612,7 +613,9 @@ def check_of_wrong_runs():
     measure = data_parallel.train_next_to_reference
 
     def nan_on_one_rank(model, group):
+        first = next(model.parameters()).detach().clone()
         broadcast_params(model, group)
+        assert rank == 0 or not torch.equal(first, next(model.parameters())), "or no broadcast would be missed"
         next(model.parameters()).data[0, 0] = float("nan") if rank == 1 else 0.0
 
     @contextlib.contextmanager
@@ -648,8 +651,8 @@ def check_of_wrong_runs():
 
 def test_check_finds_nan_late_messages_and_too_many_bytes():
     for rank, (said, rows) in enumerate(run_ranks(3, check_of_wrong_runs, timeout=LIMIT)):
-        messages = [int(row[2]) for row in rows]
-        assert said["naive"] == [] and messages == ([2 * 2 * 14, 14, 3 + 14] if rank == 0 else [])
+        messages = [(int(row[2]), int(row[3])) for row in rows]  # all, and the early ones
+        assert said["naive"] == [] and messages == ([(2 * 2 * 14, 0), (14, 0), (3 + 14, 2)] if rank == 0 else [])
         assert said["small"] == ["small: largest error 2.0e+00"]
         assert said["nan"] == ["nan: largest error nan"]
         assert said["late"] == ["late: no message is launched during the backward pass"]
@@ -666,8 +669,9 @@ def test_the_script_cuts_buckets_by_its_option_and_one_failure_is_enough(capsys,
     found = [["slow"], *[[]] * 5]
     with patch.multiple(dist, **alone), patch.object(data_parallel, "check", side_effect=found) as check:
         assert data_parallel.main() == 1 and capsys.readouterr().out.splitlines()[-1] == "FAIL: slow"
+        monkeypatch.setattr(sys, "argv", ["data_parallel.py"])
         assert data_parallel.main() == 0 and capsys.readouterr().out.splitlines()[-1] == "PASS"
-    assert check.call_args.args[1].keywords == {"bucket_bytes": 1024}
+    assert [call.args[1].keywords["bucket_bytes"] for call in check.call_args_list[2::3]] == [1024, 64 * 1024]
 
 
 @pytest.mark.parametrize("option", [["--bucket-kib", "0"], ["--bucket-kib", "nan"], ["--ring"]])

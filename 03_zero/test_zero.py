@@ -70,6 +70,8 @@ def batch_of(step: int, dp: int, micro_batches: int) -> tuple[Tensor, Tensor]:
     tokens, labels = get_batch(step, dp, micro_batches, "cpu")
     valid = labels[..., :-1] != IGNORE_INDEX
     assert torch.equal(labels[..., :-1][valid], tokens[..., 1:][valid]), "a label is the token after it"
+    other = get_batch(step + 1, dp, micro_batches, "cpu")[0]
+    assert (~valid).any() and not torch.equal(tokens, other), "some labels are missing, and each step has its own batch"
     if step % 3 == 1 and dp > 1:
         labels[-1] = IGNORE_INDEX
     return tokens, labels
@@ -224,6 +226,7 @@ ORDERS = {
     ("3", 0): "gather0 run0 gather1 run1 gather2 run2 gather3 run3 "
     "gather3 run3 reduce3 sum3 gather2 run2 reduce2 sum2 gather1 run1 reduce1 sum1 gather0 run0 reduce0 sum0",
 }
+ORDERS["3", None] = ORDERS["3", 1]  # where no other is asked for
 
 
 @pytest.mark.parametrize(("stage", "prefetch"), ORDERS)

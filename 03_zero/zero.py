@@ -384,7 +384,7 @@ def build_layers(device: torch.device) -> list[nn.Module]:
 
 
 def get_batch(step: int, dp: int, num_micro_batches: int, device) -> tuple[Tensor, Tensor]:
-    """Random tokens and labels, [dp, M, B, S]. Every rank has a different number of labels."""
+    """Random tokens and labels, [dp, M, B, S]. Each rank has a random number of labels."""
     generator = torch.Generator().manual_seed(step)
     shape = (dp, num_micro_batches, BATCH, SEQ_LEN + 1)
     text = torch.randint(VOCAB_SIZE, shape, generator=generator)

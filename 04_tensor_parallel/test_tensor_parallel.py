@@ -388,6 +388,7 @@ def test_bytes_stored_saved_and_sent_match_the_formulas():
     layouts = ((1, False, False), (4, False, False), (4, True, False), (4, True, True))
     one, tensor, plain, overlapped = saved = [expected_bytes(TINY, *layout)[1] for layout in layouts]
     assert overlapped * 4 == one and tensor > plain > overlapped
+    assert expected_bytes(TINY, 4, True, True, 2) == [n // 4 for n in expected_bytes(TINY, 4, True, True)], "bf16"
     text = (HERE / "README.md").read_text()
     assert all(f"{nbytes:,}" in text for nbytes in saved)
 
@@ -672,7 +673,7 @@ def test_the_check_compares_losses_gradients_and_parameters_of_every_rank():
     assert run_ranks(2, checks_of_wrong_runs) == [[True, False, False, False]] * 2
 
 
-def run_main_with_an_error(where: str) -> tuple[int, str]:
+def run_main_with_an_error(where: str, layout: str) -> tuple[int, str]:
     """In the first of two forms, rank 1 has a NaN or a byte too many."""
 
     def is_faulty(tp: TPContext) -> bool:
@@ -691,7 +692,7 @@ def run_main_with_an_error(where: str) -> tuple[int, str]:
 
     out = io.StringIO()
     keep_group = patch.multiple(dist, init_process_group=lambda *a, **k: None, destroy_process_group=lambda: None)
-    options = patch.object(sys, "argv", ["tensor_parallel.py", "--layout", "tensor", "--kv-heads", "4"])
+    options = patch.object(sys, "argv", ["tensor_parallel.py", "--layout", layout, "--kv-heads", "4"])
     faults = patch.multiple(tensor_parallel, train=faulty_train, measured_bytes=faulty_bytes)
     with keep_group, options, faults, contextlib.redirect_stdout(out):
         return tensor_parallel.main(), out.getvalue()
@@ -700,12 +701,15 @@ def run_main_with_an_error(where: str) -> tuple[int, str]:
 @pytest.mark.always("parameter", "bytes")
 @pytest.mark.parametrize("where", ["loss", "gradient", "parameter", "bytes"])
 def test_an_error_on_one_rank_fails_on_all(where):
-    (first, out), (second, _) = run_ranks(2, run_main_with_an_error, where)
+    layout = "sequence" if where == "parameter" else "tensor"
+    (first, out), (second, _) = run_ranks(2, run_main_with_an_error, where, layout)
     assert first == second == 1
     assert out.splitlines()[-1] == "FAIL" and ("largest error inf" in out) == (where != "bytes")
-    assert out.count("error") == out.count("tensor parallel") == len(FORMS), "--layout tensor"
+    assert out.count("error") == out.count(f"{layout} parallel") == len(FORMS), f"--layout {layout}"
     lines = [line.split() for line in out.splitlines()]
     assert float(next(line[-1] for line in lines if line[2].startswith("overlapped"))) <= 1e-10, "it has no NaN"
     counts = [(line[2].rstrip(","), line[-1]) for line in lines if line[0] == "bytes"]
     assert len(counts) == 3 * len(FORMS) and all(measured == expected for measured, expected in counts), out
-    assert f"{expected_bytes(TINY._replace(n_kv_heads=4), 2, False, False)[0]:,}" in out, "--kv-heads 4"
+    formulas = expected_bytes(TINY._replace(n_kv_heads=4), 2, layout == "sequence", False)
+    shown = [line[1::3] for line in lines if line[0] == "bytes"][:3]
+    assert shown == [[what, f"{n:,}"] for what, n in zip(("stored", "saved", "sent"), formulas, strict=True)]

@@ -404,6 +404,7 @@ def checked(spoil: str) -> list[str]:
 def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes(spoil, failures):
     for found in run_ranks(2, checked, spoil):  # three forms on two ranks
         assert len(found) == failures and all("error nan" in line or spoil != "nan" for line in found), found
+        assert [line.split(":")[0] for line in found] == ["rank 0", "rank 1"] * (failures // 2)
         if spoil == "bytes":  # a block is 2 x 2 x 16 x 2 x 8 elements; 2 layers, 3 steps, 2 or 3 messages
             assert found[0].endswith("; bytes sent 98,304, expected 98,305")
             assert found[5].endswith("; bytes sent 147,456, expected 147,456; bytes saved 153,600, expected 8")
@@ -413,8 +414,8 @@ def test_all_forms_are_checked_and_the_last_line_is_pass_or_what_failed(monkeypa
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with patch.dict("os.environ"):
-        for length, wrong in ((2, False), (16384, True)):  # the shortest and the longest
-            monkeypatch.setattr(sys, "argv", ["ring_attention.py", "--seq-len", str(length)])
+        for length, wrong in ((2, False), (16384, True), (90, True)):  # the shortest, the longest, the default
+            monkeypatch.setattr(sys, "argv", ["ring_attention.py", *["--seq-len", str(length)] * (length != 90)])
             monkeypatch.setattr(script, "check", lambda *case, wrong=wrong: [f"{case[:3]}"] * wrong)
             assert script.main() == wrong
             failures = "; ".join(f"{(*version, length)}" for version in VERSIONS)

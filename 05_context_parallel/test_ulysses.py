@@ -252,6 +252,9 @@ def checked(spoil: str, device: str = "cpu") -> list[str]:
 def test_check_accepts_odd_lengths_and_rejects_nan_and_bytes(spoil):
     for found in run_ranks(2 if spoil else 4, checked, spoil):  # 4 ranks have 2, 2, 1 and 1 heads
         assert len(found) == 2 * bool(spoil) and all("error nan" in line or spoil != "nan" for line in found), found
+        assert [line.split(":")[0] for line in found] == ["rank 0", "rank 1"] * bool(spoil)
+        if spoil == "saved":  # of 32 tokens and 3 heads; 8 elements per token are sent in each pass
+            assert found[0].endswith("sent 196,608, expected 196,608; bytes saved 205,824, expected 205,832")
 
 
 def test_check_compares_saved_bytes_on_cpus_only():
@@ -262,11 +265,11 @@ def test_the_last_line_is_pass_or_what_failed(monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with patch.dict("os.environ"):
-        for length, wrong in ((2, False), (16384, True)):  # the shortest and the longest
-            monkeypatch.setattr(sys, "argv", ["ulysses.py", "--seq-len", str(length)])
+        for length, wrong in ((2, False), (16384, True), (90, True)):  # the shortest, the longest, the default
+            monkeypatch.setattr(sys, "argv", ["ulysses.py", *["--seq-len", str(length)] * (length != 90)])
             monkeypatch.setattr(script, "check", lambda *case, wrong=wrong: [f"{case[0]} tokens"] * wrong)
             assert script.main() == wrong
-            assert capsys.readouterr().out == ("FAIL: 16384 tokens\n" if wrong else "PASS\n")
+            assert capsys.readouterr().out == (f"FAIL: {length} tokens\n" if wrong else "PASS\n")
 
 
 STAND_IN = ROOT / "tests/fake_device"

@@ -355,7 +355,7 @@ def get_batch(step: int, rank: int, device) -> tuple[Tensor, Tensor]:
     """Tokens and labels [B, S] of one rank. B differs between ranks; rank 1 has no valid label."""
     text = torch.tensor(list(Path(tokenize.__file__).read_bytes()))  # Python source; token = byte
     batch = BATCH_OF_RANK[rank % len(BATCH_OF_RANK)]
-    start = (5000 * step + 300 * rank) % 20000
+    start = (5000 * step + 300 * rank) % 15000
     text = text[start : start + batch * (SEQ_LEN + 1)].view(batch, SEQ_LEN + 1).to(device)
     tokens = text[:, :-1]
     labels = text[:, 1:].clone()

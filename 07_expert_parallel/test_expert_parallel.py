@@ -213,13 +213,14 @@ def run_layer(top_k: int, factor=None, num_used: int | None = None, aux: float =
         ((y * dy).sum() + aux * aux_loss).backward()
     with torch.no_grad():
         without_grad = moe(x, *w.values(), top_k, factor, group)
+        experts = moe_dense(x, *w.values(), top_k, factor)[2]
     grads = {name: None if t.grad is None else t.grad.clone() for name, t in w.items()}
     if grads["router"] is not None:
         dist.all_reduce(grads["router"])
     return {
         "tensors": {"y": y.detach(), "x": x.grad, **grads},
         "aux_loss": aux_loss.detach(),
-        "without_grad": [bool((a == b).all()) for a, b in zip(without_grad, (y, aux_loss), strict=False)],
+        "without_grad": [bool((a == b).all()) for a, b in zip(without_grad, (y, aux_loss, experts), strict=True)],
         "wire": wire.sent["all_to_all"],
         "sent": dict(sent),
         "saved": saved.bytes,
@@ -250,7 +251,7 @@ def test_layer_matches_reference(ep, top_k, factor):
     check_layer(results, expected, f"K = {top_k}:")
     assert_same(sum(got["aux_loss"] for got in results), aux_loss, 1e-10, "sum of the load-balancing losses")
     for rank, got in enumerate(results):
-        assert got["without_grad"] == [True, True], f"rank {rank}: output and loss differ under no_grad"
+        assert got["without_grad"] == [True] * 3, f"rank {rank}: output, loss or experts differ under no_grad"
 
 
 @pytest.mark.parametrize("ep", TOKENS)
@@ -530,12 +531,12 @@ def bf16_combination() -> tuple[Tensor, ...]:
     with torch.autocast("cpu", torch.bfloat16):
         y32, *_ = moe(x32, router.float(), w1.float(), w3.float(), w2.float(), 3, None, dist.group.WORLD)
     y32.sum().backward()
-    return y, (chosen * weights[..., None].double()).sum(1), y32.detach(), x32.grad
+    return y, moe_dense(x, router, w1, w3, w2, 3)[0], (chosen * weights[..., None]).sum(1), y32.detach(), x32.grad
 
 
 def test_expert_outputs_are_weighted_and_added_in_float32():
-    y, expected, y32, gradient = run_ranks(1, bf16_combination)[0]
-    different = (y != expected.bfloat16()).float().mean().item()
+    y, dense, expected, y32, gradient = run_ranks(1, bf16_combination)[0]
+    different = max((form != expected.bfloat16()).float().mean().item() for form in (y, dense))
     assert different < 0.01, f"{100 * different:.0f} % of the outputs are not the rounded sum of the rounded parts"
     assert_same(y32, expected, 1e-2, "under autocast the experts compute in bf16, and their sum")
     assert y32.dtype == gradient.dtype == torch.float32 and gradient.isfinite().all()
@@ -597,7 +598,7 @@ def check_with_an_error(what: str) -> list[str]:
         "NaN": {"build_model": nan_in_the_head},
         "views": {"shard_experts": views},
         "no sum": {"all_reduce_grads": lambda *args: None},
-        "small": {"all_reduce_grads": a_little_off},
+        "small": {"all_reduce_grads": a_little_off, "expected_bytes": lambda *args: expert_parallel.Counter()},
     }
     with patch.multiple(expert_parallel, **spoiled[what]), contextlib.redirect_stdout(io.StringIO()):
         return expert_parallel.check(1, None, 8, dist.group.WORLD, torch.device("cpu"))
@@ -617,17 +618,20 @@ def test_check_names_the_error_and_the_rank(what, words):
     for failures in run_ranks(2, check_with_an_error, what):
         for rank in range(2):
             assert any(words in line and f"rank {rank}" in line for line in failures), failures
+            assert what != "small" or any("bytes sent" in line and f"rank {rank}" in line for line in failures)
 
 
 def check_with_capacity() -> list[str]:
     shown, counted = Mock(), Mock(wraps=expert_parallel.expected_bytes)
+    made = Mock(wraps=expert_parallel.get_batch)
     with (
-        patch.multiple(expert_parallel, print_table=shown, expected_bytes=counted),
+        patch.multiple(expert_parallel, print_table=shown, expected_bytes=counted, get_batch=made),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         failures = expert_parallel.check(2, 1.0, 4, dist.group.WORLD, torch.device("cpu"))
     tables = counted.call_args.args[0]
     assert all(call.args[0] is tables[0] for call in shown.call_args_list), "the table is that of layer 0 in step 0"
+    assert [call.args[:2] for call in made.call_args_list] == list(product(range(3), range(2))), "of each step and rank"
     return failures
 
 
@@ -637,9 +641,9 @@ def test_check_finds_nothing_wrong_where_uneven_ranks_drop_rows():
 
 def test_labels_are_the_next_tokens_and_rank_1_has_none():
     text = list(Path(expert_parallel.tokenize.__file__).read_bytes())
-    for step, (rank, sequences) in product((0, 2), ((0, 3), (1, 1), (2, 2), (3, 2), (4, 3))):
+    for step, (rank, sequences) in product((0, 2), ((0, 3), (1, 1), (2, 2), (3, 2), (4, 3), (40, 3))):
         tokens, labels = expert_parallel.get_batch(step, rank, "cpu")
-        start = 5000 * step + 300 * rank
+        start = (5000 * step + 300 * rank) % 15000
         windows = [text[start + 25 * i :][:25] for i in range(sequences)]
         assert tokens.tolist() == [window[:-1] for window in windows], f"step {step}, rank {rank}"
         assert labels.tolist() == [24 * [IGNORE_INDEX] if rank == 1 else window[1:] for window in windows]
@@ -660,7 +664,7 @@ def test_pass_is_the_last_line_and_a_failure_is_exit_code_1(monkeypatch, capsys)
         assert "K = 6" in said and "K = 1" not in said and "e5" in said and "e6" not in said
         assert f"rows dropped in three steps {3 * N_LAYERS * 6 * (3 * expert_parallel.SEQ_LEN - 1)}\n" in said
         expert_parallel.print_table(torch.arange(8).view(2, 4))
-        assert capsys.readouterr().out.splitlines()[-1].split() == ["sum", "|", "4", "6", "|", "8", "10"]
+        assert " ".join(capsys.readouterr().out.split()).endswith("rank 1 | 4 5 | 6 7 sum | 4 6 | 8 10")
         monkeypatch.setattr(expert_parallel, "check", lambda *case: [f"{case[:2]}"])
         three = {f"--experts {n}": f"(1, None); ({k}, None); (1, 1.0)" for n, k in ((1, 1), (3, 2))}
         one = {"--capacity-factor 2": "(1, 2.0)", "--top-k 2": "(2, None)", "--top-k 2 --capacity-factor 1": "(2, 1.0)"}

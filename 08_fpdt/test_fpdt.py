@@ -584,6 +584,8 @@ def test_memory_that_is_freed_during_a_copy_is_not_reused(monkeypatch):
     offloader = script.HostOffloader(torch.device("cuda"))
     offloader.start_copy("d2h", Fake(is_cuda=False), Fake(is_cuda=True), [Event()], "q0")
     assert calls == ["into d2h", "waited", "copied", "out of d2h", "d2h", "end of d2h"]
+    offloader.start_copy("h2d", Fake(is_cuda=True), Fake(is_cuda=False), [offloader.record_event("compute")], "kv0")
+    assert calls[6:] == ["end of None", "into h2d", "waited", "copied", "out of h2d", "end of h2d"]
     assert offloader.num_buffers == 2
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: pin_memory)
     x = torch.ones(2)

@@ -380,7 +380,7 @@ def test_check_notices_nan_and_bytes(spoil, monkeypatch):
 
     def without_dv(q, k, v, causal, blocks):
         sizes.append((*k.shape[1:3], blocks[0]))
-        return script.dense_attention(q, k, v.detach(), causal=causal) + 0 * v.sum()
+        return script.dense_attention(q, k, v - (v - v.detach()) * {2: 1, 4: 2e-5, 8: 2e-10}[v.itemsize], causal=causal)
 
     if spoil == "nan":
         monkeypatch.setattr(
@@ -396,6 +396,8 @@ def test_check_notices_nan_and_bytes(spoil, monkeypatch):
     if spoil == "nan":
         assert any("softmax, online: error nan" in line for line in wrong)
         assert any(line.startswith("full, 12 tokens, float64: errors [nan") for line in wrong)
+        moved = {"softmax, at once": 3840, "softmax, online": 5920, "full, 12 tokens, float64": 49536}
+        assert not INTERPRETED or {f"{what}: 0 bytes, expected {size}" for what, size in moved.items()} <= {*wrong}
     elif spoil == "dv":
         assert sum(": errors [" in line for line in wrong) == 6, "one wrong gradient of four is enough"
         assert {*sizes} == {(12, 2, 64), (24, 2, 64)}, "tokens, K/V heads, queries per tile"
@@ -416,6 +418,8 @@ def test_wrong_option_is_one_line_that_names_it(monkeypatch):
     monkeypatch.setattr(script, "INTERPRETED", tl.constexpr(False))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refusal(script.main) == "TRITON_INTERPRET=0 needs a GPU"
+    half, wide = torch.empty(64, dtype=torch.half), torch.empty(64)
+    assert [*map(script.block_sizes, (half, half.repeat(2), wide))] == [(64, 64), (64, 32), (16, 16)], "compiled"
     done = run_script(script.__file__, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")  # which the script leaves alone
     assert (done.returncode, done.stderr) == (2, "flash_attention.py: TRITON_INTERPRET=0 needs a GPU\n")
 

@@ -211,7 +211,7 @@ def test_size_option(program):
 
 
 def test_wrong_option_is_one_line_and_exit_code_2(program):
-    sizes = ("1 2", "1 2 3.5", "1 0 2", "nan 1 1", "1e9 1 1", "-4 2 3", "12x 3 4", "1 2 3 4", "1 2  --size")
+    sizes = ("1 2", "1 2 3.5", "1 0 2", "nan 1 1", "32769 1 1", "-4 2 3", "12x 3 4", "1 2 3 4", "1 2  --size")
     others = (["--no-such-option", "7"], ["7"], [""], ["--size"])
     for options in (*others, *(f"--size {size}".split(" ") for size in sizes)):
         done = run(program, *options)
@@ -256,6 +256,9 @@ def test_max_error_notices_nan_low_precision_and_writes_outside(inside):
     rounded = field.clone()
     rounded[1024 : 1024 + M * N] = (a.bfloat16().float() @ b.bfloat16().float()).flatten()
     assert not accepted(rounded), "inputs of 8 bits pass for fp32"
+    for error in (5e-7, 2e-6):
+        off = field + torch.nn.functional.pad(error * (a.abs() @ b.abs()).flatten(), (1024, 1024))
+        assert accepted(off) == (error < 1e-6), f"of an error of {error}"
     # Of a large matrix a part is checked: of every row and of every column.
     M, N, K = 260, 272, 1
     a, b = torch.randn(M, K), torch.randn(K, N)

@@ -119,6 +119,8 @@ def reference() -> mp.Run:
     for step in range(mp.STEPS):
         micro_batches = mp.get_batch(step, dist.group.WORLD, "cpu").micro_batches
         tokens, labels = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+        text = torch.tensor(list(Path(mp.argparse.__file__).read_bytes()))[1000 * step :][: 32 * 33].view(32, 33)
+        assert tokens.equal(text[:, :-1]) and labels.where(labels >= 0, text[:, 1:]).equal(text[:, 1:]), step
         loss = reference_loss(w, tokens, labels)
         grads = torch.autograd.grad(loss, list(w.values()))
         all_grads.append(mp.flatten(grads))
@@ -449,16 +451,19 @@ def test_the_check_fails_on_an_error_and_on_nan(what, value, monkeypatch, capsys
 
 
 def test_the_check_fails_if_ranks_differ_in_anything_or_one_part_fails(monkeypatch):
+    groups = []
+
     def passes(at: int = 0, value: float = 0.0, sums: bool = True, failing: str = "") -> bool:
         runs = [mp.Run(*torch.ones(3, 2, 2, dtype=torch.float64), 0, 0, 0) for _ in range(4)]
         runs[2][at][1, 1] += value  # of the second recipe; its reference is the fourth run
         left = iter(runs)
-        monkeypatch.setattr(mp, "train", lambda *_: next(left))
+        monkeypatch.setattr(mp, "train", lambda recipe, group, _: groups.append(group) or next(left))
         monkeypatch.setattr(mp, "check_sums", lambda: sums)
         monkeypatch.setattr(mp, "check_recipe", lambda name, *_: name != failing)
         return mp.check(dist.group.WORLD, torch.device("cpu"))
 
     assert passes()
+    assert [group is dist.group.WORLD for group in groups] == [True, False] * 2, "beside one process: of each recipe"
     assert not any(passes(at, value) for at, value in ((0, 1e-9), (1, math.nan), (2, 1e-9)))
     assert not passes(sums=False) and not passes(failing="bf16-master")
 

@@ -129,7 +129,8 @@ def page(task: Task, best: str = "", start: Layout | None = None) -> str:
     what = f"{task.name.replace('--model ', '').replace('--config ', '')} on {task.gpus} GPUs ({task.cluster.name}), {task.global_batch} x {task.seq_len} tokens"
     data = table(task)
     x = start or task.base
-    first = dict(zip(AXES, (x.tp, x.cp, x.pp, x.ep, x.zero or 1, x.micro_batch, x.recompute), strict=True))
+    zero = x.zero if start else 1
+    first = dict(zip(AXES, (x.tp, x.cp, x.pp, x.ep, zero, x.micro_batch, x.recompute), strict=True))
     data["start"] = {
         axis: value if value in data["axes"][axis] else data["axes"][axis][0] for axis, value in first.items()
     }

@@ -111,7 +111,7 @@ class Recorded:
     program: list[tuple[bool, int]]
     bytes: dict[str, int]  # stored between steps by category, and the most that a step adds
     step_from: int = 0  # index in `ops` of the first of the step
-    busy: list[float] = dataclasses.field(default_factory=list)  # of the step, seconds of compute before each entry
+    busy: list[float] = dataclasses.field(default_factory=list)  # seconds of compute before each entry, and at the end
 
     def sent(self) -> Counter[str]:
         """Bytes that the step sends, by collective: rings, as plan_traffic.py counts them."""
@@ -617,7 +617,8 @@ def run_rank(
             names.setdefault(recorder.group_of[group.group_name], name)
         place = dict(me.mesh.place)
     held["activations and buffers"] = recorder.peak
-    return Recorded(rank, place, names, recorder.made, recorder.ops, recorder.program, held, step_from, recorder.busy)
+    busy = [*recorder.busy, recorder.seconds]
+    return Recorded(rank, place, names, recorder.made, recorder.ops, recorder.program, held, step_from, busy)
 
 
 def make_states(me: Any) -> None:

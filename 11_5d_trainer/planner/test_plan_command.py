@@ -105,7 +105,7 @@ def test_a_model_without_a_preset_is_started_from_its_folder_or_made_as_its_file
 
 def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads(monkeypatch):
     def candidate(seconds, **axes):
-        return Candidate(Layout(**axes), Step({"products": seconds}, {}, 1.0), 0, "")
+        return Candidate(Layout(**axes), Step({"products": seconds, "update": 0.0}, {}, 1.0), 0, "")
 
     odd, plain = candidate(1.0, dp=2, ring=4, gather_kv=True, recompute="full"), candidate(1.05, dp=8)
     slow = candidate(1.06, dp=8, zero=3)
@@ -113,10 +113,11 @@ def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads(monkeypat
     assert every == [plain, odd, slow] and ties == 2
     efforts = [plan.effort(each.layout) for each in (plain, odd)]
     assert efforts == [0, 4] and plan.effort(Layout(pp=2, schedule="interleaved", stages_per_rank=2)) == 4
+    assert plan.effort(Layout(tp=2, ring=2, ulysses=2, ep=2, fpdt_chunks=2)) == 8, "context in two ways"
     assert plan.family(Layout(ulysses=2, fpdt_chunks=4)) == "data + context parallel with chunks"
     found = plan_search.Found([odd, plain, slow], 7, 5, Counter({"too slow": 2}), None)
     monkeypatch.setattr(plan, "search", lambda _: found)
-    monkeypatch.setattr(plan, "alternatives", lambda *_: [])
+    monkeypatch.setattr(plan, "alternatives", lambda _, best: [("another", plan_search.name(best.layout))])
     monkeypatch.setattr(plan, "three_steps", lambda _: [])
     lines, data = plan.answer(task())
     names = [plan_search.name(each.layout) for each in (plain, odd, slow)]
@@ -124,7 +125,8 @@ def test_of_layouts_that_are_as_fast_the_one_that_asks_for_least_leads(monkeypat
     for line, end in zip(lines[3:9], [*ends, names[2]], strict=True):
         assert line.endswith(f" {end}"), line
     assert [Layout(**each["layout"]) for each in data["best"]] == [plain.layout, odd.layout, slow.layout]
-    assert [line.split()[0] for line in data["commands"]] == ["torchrun", "sbatch"]
+    assert data["commands"] == plan.commands(task(), plain.layout)[1::3], "of the simplest"
+    assert data["alternatives"] == [{"layout": "another", "reason": names[0]}]
     assert (data["layouts"], data["timed"], data["pruned"]) == (7, 5, {"too slow": 2})
     nothing = plan.does_not_fit(task(), plan_search.Found([], 0, 0, Counter(), None))
     assert nothing.startswith("--nodes: no layout divides the model and 512 samples over 32 GPUs")
@@ -195,6 +197,7 @@ def test_kernels_are_those_that_the_trainer_takes_on_the_clusters_gpus(capsys):
         plan.arguments(["--precision", "fp32", "--kernels", "torch", "--nodes", "2", "--tokens", "65536"])
     )
     assert (given.precision, given.base.kernels, given.gpus, given.global_batch) == ("fp32", "torch", 16, 8)
+    assert plan.task_of(plan.arguments([])).gpus == 512 * 8, "without --nodes it is all of the cluster"
     older = ["--cluster", "v100-dgx2", "--nodes", "1", "--seq-len", "512", "--tokens", "8192"]
     for words in (["--kernels", "triton"], ["--explain", "--kernels triton"]):
         said = refusal(plan.main, [*older, *words])
@@ -203,6 +206,7 @@ def test_kernels_are_those_that_the_trainer_takes_on_the_clusters_gpus(capsys):
     for given, words, kernels, precision in (
         (older, "--kernels auto", "torch", "fp16"),
         (newer, "--kernels auto", "triton", "bf16-master"),
+        (newer, "", "triton", "bf16-master"),  # the layout of no option
         (newer, "--zero 0", "triton", "fp32"),
         (newer, "--precision fp64", "torch", "fp64"),
     ):
@@ -233,6 +237,9 @@ def test_the_experts_of_a_model_are_in_its_budget(capsys):
     assert plan.main([*given, "--ep 8 --zero 1"]) == plan.main([*given, "--ep 8 --zero 1 --experts 8 --top-k 2"]) == 0
     short, long = capsys.readouterr().out.split("}\n{")
     assert short.strip("{}\n") == long.strip("{}\n")
+    data, given = json.loads(short + "}"), plan.task_of(plan.arguments(given[:6]))
+    again = plan_search.exact(given, Layout(**data["layout"]))
+    assert (sum(data["bytes"].values()), data["seconds"]) == (again.peak, pytest.approx(again.step.seconds))
 
 
 def test_the_three_steps_end_with_the_stage_of_zero_that_is_fastest():
@@ -263,7 +270,7 @@ def test_a_config_of_hugging_face_is_planned_wherever_it_lies(tmp_path):
         assert (sizes.hidden, sizes.layers, sizes.vocab_size, sizes.tied, moe) == (512, 6, 1000, True, None)
     mixture = written(tmp_path, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     _, moe = plan.of_config(mixture)
-    assert (moe.experts, moe.top_k, moe.intermediate) == (8, 2, 1408)
+    assert (moe.experts, moe.top_k, moe.intermediate, moe.balance) == (8, 2, 1408, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +359,8 @@ def test_a_run_is_put_beside_its_prediction_and_its_speed_into_the_file(tmp_path
     moe = Config(experts=4).mixture(SIZES)
     assert step_time(SIZES, moe, layout, right).seconds == pytest.approx(20 * slower)
     assert plan.main([*words, "--write"]) == 0
+    text = capsys.readouterr().out
+    assert f"measured   {slower:10.4f} s a" in text and f"they agree at {said['ceiling']:.4f}" in text
     changed = read_cluster(str(own))
     assert changed.ceiling == pytest.approx(said["ceiling"]) and 0 < changed.ceiling < cluster.ceiling
     assert step_time(SIZES, None, layout, changed).seconds == pytest.approx(slower, rel=1e-6)
@@ -363,6 +372,7 @@ def test_what_a_run_cannot_tell_is_one_line(tmp_path, own, capsys):
     impossible = run_folder(tmp_path / "fast", [1e15] * 9)
     damaged = run_folder(tmp_path / "damaged", [1.0] * 9)
     (damaged / "log.jsonl").write_text('{"step": 1, "tok')
+    packed = run_folder(tmp_path / "packed", [1.0] * 9, documents=True)
     silent = run_folder(tmp_path / "silent", [1.0] * 9)
     (silent / "log.jsonl").unlink()
     here = ["--cluster", str(own), "--nodes", "1"]
@@ -372,6 +382,7 @@ def test_what_a_run_cannot_tell_is_one_line(tmp_path, own, capsys):
         (["--after", str(run), *here], "which warm up"),
         (["--after", str(damaged), *here], "log.jsonl is damaged"),
         (["--after", str(silent), *here], "holds no log.jsonl"),
+        (["--after", str(packed), *here], "--documents cannot be planned"),
         (["--after", str(run), "--cluster", "cpu", "--write"], "--write would change cpu"),
         (["--after", str(run), "--cluster", str(own), "--nodes", "2"], "--nodes 2 is more than the 1"),
         (["--after", str(impossible), *here, "--write"], "no share of the peak explains it"),

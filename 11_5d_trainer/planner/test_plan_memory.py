@@ -199,7 +199,7 @@ def test_the_options_of_a_layout_give_the_layout_again(ranks, words):
     base = BASE | ({"experts": 4} if "ep" in words else {})
     layout = pm.Layout.of(Config(**base | words), SIZES, ranks)
     again = Config(**base | parse(layout.options().split()))
-    assert pm.Layout.of(again, SIZES, ranks) == layout
+    assert pm.Layout.of(again, SIZES, ranks) == layout and layout.gather_kv == ("allgather" in words.values())
     assert pm.Layout.of(Config(**base | words | {"bucket_mib": 0.1}), SIZES, ranks).bucket_bytes == 104857
 
 
@@ -213,12 +213,16 @@ def test_on_one_rank_activations_are_chapter_01s_formula():
             want = activations(SIZES, 2, 32, element, "fused", mode)
             got = sum(pm.activations(SIZES, None, layout, range(SIZES.layers)).values())
             assert got == sum(want.values()) - want["tokens, labels (int64)"], (mode, precision)
+            assert sum(pm.held(SIZES, None, layout).values()) == 229952 * max(16, 4 * element), (mode, precision)
     half, bf16 = (pm.Layout(micro_batch=2, seq_len=32, precision=each) for each in ("fp16", "bf16-master"))
     some, less = (sum(pm.activations(SIZES, None, each, range(4)).values()) for each in (half, bf16))
     assert (some - less, pm.peak(SIZES, None, half)["weights in 16 bits"]) == (9 * 64 * 64 * 6, 2 * 229952)
     for words, want in (({}, 2 * 64 + 4 * 256), ({"pp": 2}, 2 * 256 + 8), ({"tp": 2}, 4 * 128 + 9)):  # of 64 tokens
         at = dataclasses.replace(bf16, kernels="triton", **words)
         assert pm.around(SIZES, at, False, True)["log-probabilities"] == 64 * want, words
+    for words, want in (({}, [131072, 114688, 32768, 0]), ({"tp": 2, "ring": 2, **SP}, [61440, 36864, 36864, 16384])):
+        work = pm.working_set(SIZES, None, pm.Layout(micro_batch=2, seq_len=32, **words))
+        assert [*work.values()] == want, words
     several = pm.Layout(ring=2, micro_batch=2, micro_batches=3, seq_len=32)
     assert pm.peak(SIZES, None, several)["tokens and labels"] == 3 * 2 * 32 * 8
 
@@ -238,9 +242,9 @@ def test_ranks_of_ulysses_are_counted_with_the_kv_heads_that_they_need():
     got = sum(flow.wire for flow in plan_traffic.flows(few, None, layout) if flow.axis == "ulysses")
     assert got == pytest.approx(few.layers * sum(each) / 6, rel=1e-12)
     for recompute, times in (("none", 6), ("selective", 8), ("full", 9)):  # q, and as much of k and v; out
-        again = pm.Layout(ulysses=4, micro_batch=2, seq_len=32, recompute=recompute)
+        again = pm.Layout(ulysses=2, tp=2, micro_batch=2, seq_len=32, recompute=recompute)
         got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, again) if flow.axis == "ulysses")
-        assert got == pytest.approx(times * 4 * 16 * 64 * 4 * 3 / 4), recompute
+        assert got == pytest.approx(times * 4 * 32 * 32 * 4 / 2), recompute
     whole = pm.block_activations(few, None, pm.Layout(ulysses=4, micro_batch=2, seq_len=32))  # 1 each, T as before
     assert pm.block_activations(few, None, layout) - whole == 2 * layout.tokens * (6 * 2 - 4) * 8 * 4
 
@@ -266,11 +270,13 @@ def test_rows_of_experts_go_there_and_back_and_twice_more_when_a_block_is_recomp
         layout = pm.Layout(dp=4, ep=4, micro_batch=2, seq_len=32, recompute=recompute)
         got = sum(f.wire for f in plan_traffic.flows(SIZES, moe, layout) if f.what == "rows of experts")
         assert got == times * SIZES.layers * 2 * 64 * 64 * 4 * 3 / 4, recompute
+    found = plan_traffic.flows(SIZES, dataclasses.replace(moe, balance=1.0), pm.Layout(dp=2, ring=2, tp=2, ep=2))
+    assert [(f.ranks, f.times * f.payload) for f in found if "counts" in f.what] == [(4, 256), (2, 4 * 80), (4, 256)]
 
 
 def test_what_a_recomputed_mixture_of_experts_keeps_is_its_input_and_where_its_tokens_went():
     moe = MoEConfig(hidden=64, intermediate=192, experts=8, top_k=2)
-    layout = pm.Layout(micro_batch=2, seq_len=32, recompute="full")
+    layout = pm.Layout(micro_batch=4, tp=2, seq_len=32, recompute="full", **SP)  # 64 tokens between the regions
     assert pm.block_activations(SIZES, moe, layout) == 64 * 64 * 4 + 3 * 2 * 64 * 8 + 8 * 8 + 8
     fused = dataclasses.replace(layout, precision="bf16-master", kernels="triton")
     assert pm.expert_activations(SIZES, moe, fused) == 64 * 19 * 4 + 4 * 128 * 8 + 52 + 128 * 832 * 2 + 64 * 64 * 2
@@ -292,6 +298,9 @@ def test_with_fpdt_heads_travel_three_times_whatever_the_number_of_chunks():
         assert got == pytest.approx(3 * 3 * SIZES.layers * 2 * network_bytes(Sizes(256, 4, chunks, 8, 4, 8, 4)))
         one = dataclasses.replace(layout, micro_batch=1)
         assert pm.fpdt_host(SIZES, layout) == 2 * pm.fpdt_host(SIZES, one), "two sequences are on the host at once"
+    narrow = dataclasses.replace(SIZES, intermediate=8)  # in four chunks; its peak is in attention, and not in the MLP
+    sets = [pm.fpdt_working_set(each, layout)["block"]["working set"] for each in (SIZES, narrow)]
+    assert sets == [2 * 84000 + 64 * 192 * 4, 2 * (56576 + 4096)], "of two sequences"
 
 
 def test_a_long_pipelines_memory_is_that_of_its_first_and_last_rounds():
@@ -344,11 +353,14 @@ def test_tensor_parallel_sends_what_chapter_04_says():
         what = ("products", "embedding", "output", "softmax")
         got = sum(f.wire for f in plan_traffic.flows(SIZES, moe, layout) if any(word in f.what for word in what))
         assert got == pytest.approx(want), (split, recompute, moe)
+    split = (pm.Layout(tp=t, tp_overlap=each, **SP) for each in ("none", "domino"))
+    found = [flow for each in split for flow in plan_traffic.flows(SIZES, None, each) if flow.what == "into products"]
+    assert [flow.times for flow in found] == [6 * layers, 4 * layers], "domino keeps the inputs"
 
 
 def test_zero_sends_what_chapter_03_says_and_stage_3_keeps_the_root_and_the_last_layer():
     for stage, by_sends in product((0, 1, 2, 3), (False, True)):
-        layout = pm.Layout(dp=4, zero=stage, micro_batches=3, seq_len=32)
+        layout = pm.Layout(dp=4, zero=stage, precision="fp16", micro_batches=3, seq_len=32)
         weights = pm.weights_of(SIZES, None, layout)
         total = 4 * sum(weight.numel for weight in weights)
         block = 4 * sum(weight.numel for weight in weights if weight.layer == 0)
@@ -364,13 +376,13 @@ def test_zero_sends_what_chapter_03_says_and_stage_3_keeps_the_root_and_the_last
 
 
 def test_a_ring_sends_kv_once_forward_and_with_its_gradient_backward():
-    for gather, recompute, (precision, e) in product(
-        (False, True), ("none", "selective"), (("fp32", 4), ("bf16-master", 2))
+    for gather, recompute, (precision, e), axes in product(
+        (False, True), ("none", "selective"), (("fp32", 4), ("bf16-master", 2)), ({}, {"tp": 2, "ulysses": 2})
     ):
         layout = pm.Layout(
-            ring=4, micro_batch=2, seq_len=32, gather_kv=gather, recompute=recompute, precision=precision
+            ring=4, micro_batch=2, seq_len=32, gather_kv=gather, recompute=recompute, precision=precision, **axes
         )
-        kv = 2 * layout.tokens * SIZES.kv_heads * SIZES.head_dim
+        kv = 2 * layout.tokens * SIZES.kv_heads // layout.tp * SIZES.head_dim
         got = sum(flow.wire for flow in plan_traffic.flows(SIZES, None, layout) if flow.axis == "ring")
         times = 2 + (recompute == "selective")
         assert got == pytest.approx(SIZES.layers * 3 * kv * (times * e + 4)), layout  # gradients are summed in fp32

@@ -14,7 +14,7 @@ import pytest
 from llama import LlamaConfig
 from moe_layer import MoEConfig
 from plan_page import AXES, BYTES, drawing, layout_of, numbers, page
-from plan_search import Task, rough_peak
+from plan_search import Task, room, rough_peak
 from plan_time import read_cluster, step_time
 
 MODEL = LlamaConfig(32000, 1024, 8, 8, 4, 2816)  # none of the presets
@@ -58,7 +58,7 @@ def test_the_page_in_a_browser_gives_pythons_bytes_and_seconds_with_context_and_
     assert answers[-1] == {"reason": layout_of(TASK, *REFUSED)} == {"reason": "stage 3 does not go with a pipeline"}
 
 
-def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for(monkeypatch):
+def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for(monkeypatch, tmp_path):
     for tp, cp, pp, ep, zero, micro_batch, recompute in CHOSEN:
         layout = layout_of(TASK, tp, cp, pp, ep, zero, micro_batch, recompute)
         assert (layout.tp, layout.cp, layout.pp, layout.ep, layout.zero) == (tp, cp, pp, ep, zero)
@@ -67,6 +67,8 @@ def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for(monkeypa
         *parts, mfu = numbers(TASK, layout)
         step = step_time(MODEL, MOE, layout, TASK.cluster, simulated=False)
         assert sum(parts[: len(BYTES)]) == pytest.approx(rough_peak(TASK, layout))
+        blocks, ends, loss, block = room(TASK, layout)
+        assert (*parts[4:6],) in ((blocks + ends, loss), (blocks * min(layout.pp, layout.micro_batches), block)), layout
         assert [*parts[len(BYTES) :], mfu] == [*step.parts.values(), step.mfu(layout, TASK.cluster)]
     for chosen, says in (
         ((3, 1, 1, 1, 1, 1, "none"), "tp x cp x pp does not divide"),
@@ -78,9 +80,15 @@ def test_every_axis_that_is_chosen_reaches_the_layout_that_is_asked_for(monkeypa
         assert layout_of(TASK, *chosen).startswith(says), chosen
     monkeypatch.setattr(plan_page, "table", lambda task: {"axes": plan_page.choices(task)})
     start = layout_of(TASK, *CHOSEN[1])
-    for mine, first in ((start, 2), (replace(start, micro_batch=32), 1)):  # of 32 the page has no row
-        text = page(TASK, "the <ten> best", mine)
-        want = dict(zip(AXES, CHOSEN[1], strict=True)) | {"micro-batch": first}
+    for change, shown in (
+        ({}, {}),
+        ({"zero": 0}, {"zero": 0}),
+        ({"micro_batch": 32}, {"micro-batch": 1}),  # the page has no row of 32
+    ):
+        plan_page.write_page(tmp_path / "plan.html", TASK, "the <ten> best", replace(start, **change))
+        text = (tmp_path / "plan.html").read_text()
+        assert f">my/config.json on 16 GPUs ({TASK.cluster.name}), 64 x 4096 tokens<" in text
+        want = dict(zip(AXES, CHOSEN[1], strict=True)) | shown
         assert json.loads(re.search(r'"start":({.*?})', text).group(1)) == want and "the &lt;ten> best" in text
 
 
@@ -103,7 +111,8 @@ def test_no_formula_of_the_planner_is_in_the_page_and_nothing_is_asked_for_from_
     assert row == pytest.approx(numbers(TASK, layout), rel=1e-3) and options == layout.options()
     assert data["reasons"][data["rows"][",".join(map(str, REFUSED))]] == layout_of(TASK, *REFUSED)
     assert data["start"] == dict(zip(AXES, (1, 1, 1, 1, 1, 1, "none"), strict=True)) and data["room"] == TASK.memory
-    assert (data["axes"]["pp"], data["axes"]["ep"]) == ([1, 2, 4, 8], [1, 2, 4])
+    dense = plan_page.choices(replace(TASK, moe=None))["ep"]
+    assert (data["axes"]["pp"], data["axes"]["ep"], dense, data["axes"]["tp"][-1]) == ([1, 2, 4, 8], [1, 2, 4], [1], 16)
     assert (data["tokens"], data["gpus"], data["gb"]) == (64 * 4096, 16, 1e9)
     rows = drawing(2, 2)
     assert len(rows) == 2 * 2 * 2 and max(begin + length for *_, begin, length in rows) == pytest.approx(1, abs=1e-3)

@@ -38,7 +38,7 @@ def test_only_five_constants_are_fitted_and_no_cluster_of_gpus_has_its_own():
             assert cluster.half == 0, file.stem
 
 
-def test_the_constants_are_where_the_fit_ends_no_small_step_of_one_of_them_is_better():
+def test_the_constants_are_where_the_fit_ends_no_small_step_of_one_of_them_is_better(monkeypatch):
     here, best = pp.now(), pp.loss(pp.now())
     for i, each in enumerate(pp.CONSTANTS):
         for factor in (0.97, 1.03):
@@ -46,6 +46,10 @@ def test_the_constants_are_where_the_fit_ends_no_small_step_of_one_of_them_is_be
                 continue  # no trainer's products are faster than the largest that were measured alone
             other = pp.loss([*here[:i], factor * here[i], *here[i + 1 :]])
             assert other > best - 1e-4, f"{each} x {factor}: {other} after {best}"
+    aim = (1.2, 2.5, 1.5, 0.5, -0.1)  # a ceiling above 1 and a negative constant are out of reach
+    monkeypatch.setattr(pp, "loss", lambda at: sum(abs(each - to) for each, to in zip(at, aim, strict=True)))
+    found = pp.fit()
+    assert found == pytest.approx((1, 2.5, 1.5, 0.5, 0), abs=1e-3) and found[0] <= 1 and min(found) > 0
 
 
 @pytest.mark.prove

@@ -19,7 +19,7 @@ def test_a_way_of_the_playbook_is_tried_as_it_says_and_fits(way):
     tp, deep, zero = plan_rules.WAYS[way]
     found = plan_rules.fastest(task, plan_rules.WAYS[way])
     layout = found.layout
-    assert (layout.tp, layout.pp > 1, layout.zero, layout.cp) == (tp, deep, zero, 1)
+    assert (layout.tp, layout.pp > 1, layout.zero, layout.cp, layout.recompute) == (tp, deep, zero, 1, "none")
     assert layout.ranks == 16 and layout.global_batch == plan_rules.BATCH
     assert found.peak <= task.memory and exact(task, layout).step.seconds == found.step.seconds
 
@@ -34,11 +34,11 @@ def test_a_way_is_beside_the_fastest_and_a_rule_may_be_a_way_that_the_search_has
     monkeypatch.setattr(plan_rules, "fastest", lambda task, way: ways.get(way))
     case = ("< 10B", 8, ("8B",), ("ZeRO-3", "tensor parallel of 8", "tp 8 and ZeRO-3"))
     rows = plan_rules.rows(CLUSTER, (case,))
-    assert {tuple(row[:4]) for row in rows} == {("< 10B", 8, "8B", "data parallel")}
+    assert {tuple(row[:5]) for row in rows} == {("< 10B", 8, "8B", "data parallel", "dp8 mb1x1 recompute-none")}
     assert [row[5:7] + row[8:] for row in rows] == [
         [1.04, "ZeRO-3", 1.04], [1.04, "tensor parallel of 8", 1.5], [1.04, "tp 8 and ZeRO-3", ""]
     ]  # fmt: skip
-    assert rows[2][7] == plan_rules.NONE
+    assert [row[7] for row in rows] == [rows[0][4], "dp1 tp8 mb1x1 recompute-none", plan_rules.NONE]
 
 
 @pytest.mark.prove

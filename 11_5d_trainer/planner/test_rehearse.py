@@ -184,10 +184,10 @@ REAL = [
 
 def test_options_that_change_the_model_are_rehearsed_and_not_forgotten():
     args, rest = rehearse_module.arguments(
-        ["--model", "tiny", "--ranks", "2", "--layers", "1", "--hidden", "64", "--tied"]
+        ["--model", "tiny", "--ranks", "2", "--layers", "1", "--hidden", "64", "--tied", "--vocab-size", "512"]
     )
     _, sizes = rehearse_module.config_of(args, rest)
-    assert (sizes.layers, sizes.hidden, sizes.tied) == (1, 64, True)
+    assert (sizes.layers, sizes.hidden, sizes.tied, sizes.vocab_size) == (1, 64, True, 512)
     refused = {"--heads 3": "--heads 3: ", "--config my/config.json": "--config: --model decides"}
     refused["--plan --seq-len 24 --tokens 100"] = "--tokens 100 is no multiple of --seq-len 24; use 96"
     refused["--plan --tp 2"] = "--tp: with --plan the planner decides the layout; leave one of them out"
@@ -202,6 +202,10 @@ def test_options_that_change_the_model_are_rehearsed_and_not_forgotten():
     assert (search.call_args[0][0].moe.experts, search.call_args[0][0].precision) == (4, "fp16")
     asked = search.call_args[0][0]
     assert (asked.gpus, asked.global_batch, asked.seq_len, asked.kernels) == (8, 64, 128, "torch")
+    with patch.object(rehearse_module, "search") as search:
+        search.return_value.best[0].layout.options.return_value = "--zero 2"
+        chosen, _ = rehearse_module.config_of(*rehearse_module.arguments(["--plan", "--precision", "fp32"]))
+    assert (chosen.seq_len, chosen.zero, search.call_args[0][0].precision) == (8192, 2, "fp32")
     assert rehearse_rank.check(config(kernels="auto"), SIZES, 1, "gloo").kernels == "torch"
     assert rehearse_rank.check(config(kernels="auto", precision="fp64"), SIZES, 1).kernels == "torch"
 
@@ -487,6 +491,9 @@ def test_two_ranks_that_each_wait_for_the_others_group_are_a_circle_and_started_
     assert crossed.kind == "deadlock"
     assert "a circle of 2" in crossed.text
     assert match({0: run_of(0, (a, b)), 1: run_of(1, (b, a))}) is None
+    c, d = (dataclasses.replace(op("all_reduce", (1, 2)), group=(index, (1, 2))) for index in (2, 3))
+    beside = match({0: run_of(0, a), 1: run_of(1, c, d, a), 2: run_of(2, d, c)}).text  # rank 0 waits for the circle
+    assert beside.startswith("a circle of 2 rank(s), each waiting for the next\nrank 1 waits in all_reduce")
 
 
 def test_the_last_of_three_ranks_that_calls_something_else_is_found():
@@ -502,9 +509,11 @@ def test_the_last_of_three_ranks_that_calls_something_else_is_found():
     short = match({0: run_of(0, a, a), 1: run_of(1, a, a), 2: run_of(2, a)})
     assert short is not None and short.kind == "deadlock" and "rank 2 has ended without it" in short.text
     assert "all_reduce of 4 x float32 in a group (0, 1, 2), the 2nd there" in short.text
-    steps = [[a, a], [a, a], [dataclasses.replace(a, lines=(("b.py", 2, "g"), None)), dataclasses.replace(a, numel=5)]]
+    lines = ("b.py", 2, "g"), ("c.py", 3, "h")
+    steps = [[a, a], [a, a], [dataclasses.replace(a, lines=lines), dataclasses.replace(a, numel=5)]]
     parted = match({rank: run_of(rank, *each) for rank, each in enumerate(steps)}).text
-    assert "parted at the 1st, with the same sizes:\n    rank 0 at a.py:1 in f\n    rank 2 at b.py:2 in g" in parted
+    assert "parted at the 1st, with the same sizes:\n    rank 0 at a.py:1 in f\n    rank 2 at b.py:2 in g, " in parted
+    assert "in g, called at c.py:3 in h" in parted
     assert [nth(k - 1) for k in (1, 2, 3, 4, 11, 13)] == ["1st", "2nd", "3rd", "4th", "11th", "13th"]
     assert [nth(k - 1) for k in (21, 112)] == ["21st", "112th"]
     assert [few(range(n)) for n in (8, 9)] == ["(0, 1, 2, 3, 4, 5, 6, 7)", "(0, 1, 2 ... 8: 9 ranks)"]
@@ -609,10 +618,12 @@ def test_a_collective_hides_behind_what_is_computed_before_its_wait_and_the_rest
         0: timed(0, (3, op("all_reduce", (0, 1), numel=2)), (1, 0)),
         1: timed(1, (5, op("all_reduce", (0, 1), numel=2)), (6, 0)),
     }
+    for run in ranks.values():
+        run.names[1, (0, 1)] = "tp"
     timeline = on_the_clock(ranks, lambda rank: rank, "nccl", cluster())
     assert timeline.seconds == 13
     assert timeline.compute == {0: 4, 1: 11}
-    assert [sum(timeline.exposed[rank].values()) for rank in (0, 1)] == [13 - 4, 13 - 11]
+    assert timeline.exposed == {0: {"tp": 13 - 4}, 1: {"tp": 13 - 11}}
     sums = [(piece.begin, piece.end) for piece in timeline.slices if piece.name == "all_reduce"]
     assert sums == [(5, 13), (5, 13)]
     write_trace(timeline, ranks, tmp_path / "t.json")
@@ -621,6 +632,8 @@ def test_a_collective_hides_behind_what_is_computed_before_its_wait_and_the_rest
     assert traced == {(5e6, 8e6, "8 bytes, a.py:1 in f")}, "microseconds"
     built = {rank: dataclasses.replace(run, step_from=1) for rank, run in ranks.items()}
     assert on_the_clock(built, lambda rank: rank, "nccl", cluster()).seconds == 11, "before the step no time passes"
+    ranks[1].busy.append(2)  # after its last wait
+    assert on_the_clock(ranks, lambda rank: rank, "nccl", cluster()).seconds == 15
     with pytest.raises(ValueError, match="has ended without it"):
         on_the_clock({0: ranks[0], 1: timed(1)}, lambda rank: rank, "nccl", cluster())
 
@@ -737,6 +750,13 @@ def test_memory_of_attention_grows_with_the_sequence_and_not_with_its_square():
         for length in (256, 512)
     ]
     assert peaks[1] < 2.1 * peaks[0]
+    recorder, old = rehearse_rank.Recorder(0), torch.empty(4, device="meta").untyped_storage()
+    recorder.watch(old)
+    recorder.begin_step()
+    for size in (0, 16, 24, 0):  # as stage 3 of ZeRO gathers and frees; what was there before the step is not its own
+        old.resize_(size)
+        recorder.watch(old)
+    assert (recorder.current, recorder.peak) == (0, 24)
 
 
 @pytest.mark.prove
@@ -772,8 +792,17 @@ def test_the_planner_sends_as_the_backend_does_and_has_no_seconds_for_a_plain_ri
     assert any(line.endswith(off) for line in report(done))
     assert report(done)[-1].split()[1] == f"{done.timeline.compute[0]:.3f}"
     ring = rehearse(config(cp=2, cp_kind="ring"), SIZES, 2, backend=backend, cluster=cluster())
+    ends = ring.runs[0]
+    assert ends.busy[len(ends.program)] > 0, "the update of a step without ZeRO follows its last collective"
     said = "\n".join(report(ring))
     assert ring.step is None and " %" in said and "the planner" not in said.split("a step takes")[1]
+    mixed = rehearse(config(experts=4, ep=2), SIZES, 2, backend=backend)
+    kept = plan_memory.held(SIZES, mixed.config.mixture(SIZES), Layout.of(mixed.config, SIZES, 2))
+    assert mixed.runs[0].bytes.items() >= kept.items()
+    assert dict(mixed.runs[0].sent()) == pytest.approx(rehearse_module.planned(mixed, mixed.runs[0])[1])
+    deep = dataclasses.replace(done, config=config(pp=2))
+    most, _ = rehearse_module.planned(deep, dataclasses.replace(run, place={"pp": 1}))
+    assert most == sum(plan_memory.peak(SIZES, None, Layout.of(deep.config, SIZES, 2), 1).values())
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(8, 1), (9, 2), (16, 2)])

@@ -87,6 +87,7 @@ OPTIONS = [
     ("--ep 0", "--ep 0 must be at least 1"),
     ("--seq-len 0", "--seq-len 0 must be at least 1"),
     ("--keep 0", "--keep 0 must be at least 1"),
+    *((f"--{name} 0", f"--{name} 0 must be at least 1") for name in ("tp", "cp", "top-k", "eval-samples")),
     ("--experts -1", "--experts -1 must not be negative"),
     ("--fpdt-chunks -1", "--fpdt-chunks -1 must not be negative"),
     ("--vocab-size -3", "--vocab-size -3 must not be negative"),
@@ -105,7 +106,7 @@ OPTIONS = [
     ("--kernels triton --precision bf16", "--kernels triton --precision bf16: Triton's interpreter rounds bf16"),
     ("--weight-decay nan", "--weight-decay nan must not be negative"),
     ("--weight-decay inf", "--weight-decay inf must be a finite number"),
-    ("--beta2 1", "--beta2 1.0 must be less than 1"),
+    *((f"--{name} 1", f"--{name} 1.0 must be less than 1") for name in ("beta1", "beta2")),
     ("--beta1 -0.1", "--beta1 -0.1 must not be negative"),
     ("--lr-schedule linear", "argument --lr-schedule: invalid choice: 'linear' (choose from "),
     ("--decay-steps 9", "--decay-steps 9: a cosine decays from the warm-up on; add --lr-schedule wsd, or leave it"),
@@ -182,7 +183,7 @@ SIZES = [
         "--global-batch and --micro-batch: global batch 30 is not a multiple of micro-batch 8 x 4",
         4,
     ),
-    ("--global-batch 32", "--global-batch and --micro-batch: global batch 32 is not a multiple", 3),
+    ("--global-batch 32", "--global-batch and --micro-batch: global batch 32 is not a multiple of micro-batch 8 x", 3),
     ("--tp 3", "--pp 1 x --tp 3 x --cp 1 does not divide the 4 ranks of this run; the product may be 1, 2, 4", 4),
     ("--pp 2", "--pp 2 x --tp 1 x --cp 1 does not divide the 1 ranks of this run; the product may be 1"),
     (
@@ -234,10 +235,12 @@ SIZES = [
     ("--experts 3 --ep 2", "--experts 3 --top-k 2 --ep 2: experts 3 do not divide among 2 expert-parallel ranks;", 2),
     ("--dispatch once", "--dispatch once: there are no experts; add --experts 8, or leave it out"),
     ("--experts 4 --dispatch fixed --precision fp16", "--dispatch fixed multiplies all experts at once, and --p"),
+    ("--experts 4 --dispatch fixed --precision fp8-row", "--dispatch fixed multiplies all experts at once, and --"),
     ("--experts 4 --dispatch fixed --kernels cuda", "--dispatch fixed multiplies all experts at once, and --kernels"),
     ("--experts 4 --top-k 5", "--experts 4 --top-k 5 --ep 1: top-k 5 of 4 experts is impossible; use 1 to 4"),
     ("--fpdt-chunks 3", "--fpdt-chunks 3: 128 tokens do not divide into 3 chunks on 1 ranks; use a multiple of 3"),
     ("--fpdt-chunks 128", "--fpdt-chunks 128: a chunk of a rank has 1 tokens; must be even"),
+    ("--cp 2 --cp-kind ulysses --fpdt-chunks 64", "--fpdt-chunks 64: a chunk of a rank has 1 tokens; must be", 2),
 ]
 EXCLUDED = [  # each is fine without the other
     ("--pp 2 --zero 3", "--zero 3 with --pp: a layer would be gathered again for each micro-batch in flight; use -", 2),
@@ -453,6 +456,7 @@ def test_examples_of_option_files_fit_the_ranks_and_the_memory_that_they_name(na
 def test_of_a_preset_with_experts_a_token_uses_as_many_as_asked(text):
     sparse = train.prepare(["--data", text, "--preset", "mixtral-8x7b", "--top-k", "1", "--show-mesh"], 1)
     assert (sparse.config.experts, sparse.config.mixture(sparse.model).top_k) == (8, 1)
+    assert Config(experts=4, balance=0.0).mixture(sparse.model).balance == 0.0, "0 is none, and not the default"
 
 
 # ------------------------------------------------------------------------------------- what does not fit a checkpoint
@@ -565,8 +569,10 @@ def test_each_way_to_share_the_model_out_lowers_the_estimate_by_what_it_shares()
     wide = "--zero 2 --precision bf16-master"
     assert need(f"{wide} --accumulate-dtype fp32", 4)["gradients"] == 2 * need(wide, 4)["gradients"]
     assert need(wide, 4)["AdamW's states"] == 1.5 * need("--zero 2", 4)["AdamW's states"], "with fp32 masters"
+    assert need(f"{wide} --zero-offload", 4) == need(wide, 4), "one master is enough"
     adapted = need("", 4, lora_rank=2)
-    assert adapted["gradients"] == adapted["weights"] - whole["weights"] > 0, "of the adapters alone"
+    new = adapted["weights"] - whole["weights"]
+    assert adapted["AdamW's states"] / 2 == adapted["gradients"] == new > 0, "of the adapters alone"
     assert 0.5 < need("--tp 2", 4)["weights"] / whole["weights"] < 0.51  # norms are not cut
     assert need("--pp 2", 4)["weights"] < 0.6 * whole["weights"]
     assert need("--pp 2", 2, layers=3)["weights"] > need("", 2, layers=3)["weights"] / 2, "two layers on a stage"
@@ -593,6 +599,8 @@ def test_the_memory_of_a_rank_is_its_share_of_the_machine(tmp_path, monkeypatch)
     assert 10**8 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert checks.memory_of_a_rank(torch.device("cpu")) == whole // 4
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: argparse.Namespace(total_memory=7))
+    assert checks.memory_of_a_rank(torch.device("cuda", 0)) == 7, "a GPU is one rank's"
     limit = tmp_path / "memory.max"
     limit.write_text(f"{10**8}\n")
     monkeypatch.setattr(checks, "Path", lambda name: limit)

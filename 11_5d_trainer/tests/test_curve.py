@@ -50,7 +50,9 @@ def test_a_loss_that_is_not_finite_and_a_log_of_one_line_can_be_drawn():
     assert curve.in_terminal([*few, {"step": 4, "loss": math.nan}]) == curve.in_terminal(few)
     assert "2.000 |." in curve.in_terminal(few) and "nan" not in curve.as_svg(few, "run")
     assert ">3</text>" in curve.as_svg(few, "run") and ">step 4</text>" in curve.as_svg(few, "run")
+    assert 'points="56.0,326.0"' in curve.as_svg(few, "run"), "the axis begins at the first step"
     assert curve.in_terminal([]) == "no loss to draw" and curve.as_svg([], "run") == ""
+    assert "5.000 |o" in curve.in_terminal(LOG[:1]) and "<circle" in curve.as_svg(LOG[:1], "run")
 
 
 def test_the_command_draws_the_log_of_a_run_whose_last_line_is_half_written(tmp_path, monkeypatch, capsys):

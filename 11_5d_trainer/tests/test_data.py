@@ -100,8 +100,10 @@ NO_TEXT = {  # the first bytes of files that end well if they are trained on
 @pytest.mark.parametrize("what", NO_TEXT)
 def test_what_is_no_text_is_refused_by_its_name_whatever_the_file_is_called(what, tmp_path):
     (tmp_path / "text.txt").write_bytes(NO_TEXT[what])
-    with pytest.raises(UsageError, match=rf"^--data \S+/text.txt is {re.escape(what)}, no (plain )?text; [^\n]+$"):
+    line = rf"^--data \S+/text.txt is {re.escape(what)}, no (plain )?text; [^\n]+$"
+    with pytest.raises(UsageError, match=line) as refused:
         load_corpus(Config(data=str(tmp_path / "text.txt"), seq_len=4))
+    assert str(refused.value).endswith("; unpack it first") == ("archive" in what)
 
 
 def test_text_that_begins_like_something_else_is_text(tmp_path):

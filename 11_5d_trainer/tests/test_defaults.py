@@ -43,6 +43,7 @@ DEFAULTS = [  # options, ranks, what they become, a word of what the user hears
     ("--experts 4 --ep 4 --cp 2", 4, {"ep": 4}, "--lr 0.002"),
     ("--cp-kind zigzag --top-k 2 --schedule 1f1b", 1, {"lr": 3e-3}, ""),
     ("--pp 2 --schedule dualpipe --zero 2 --zero-shards 2", 2, {"zero_shards": 2}, ""),  # of two that hold each stage
+    ("--zero 2 --zero-shards 4 --cp 2", 4, {"zero_shards": 4}, ""),
 ]
 
 
@@ -144,6 +145,7 @@ def test_kernels_that_cannot_run_are_refused_in_one_line(line, bf16, triton, dev
     with pytest.raises(UsageError) as refused:
         checks.check_kernels(Config(**parse(line.split())), train.PRESETS["tiny"], train.torch.device(device))
     assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+    assert str(refused.value).endswith("; use bf16" if "fp8" in line else "; use --kernels torch")
     checks.check_kernels(Config(precision="fp8-row"), train.PRESETS["tiny"], train.torch.device("cpu"))  # is emulated
 
 

@@ -138,10 +138,10 @@ def poisoned(words, on_rank, at_step):
         layer = model.get_submodule("model.layers.0.mlp.up_proj")  # earlier layers get it too
         return layer.register_full_backward_pre_hook(lambda _, g: (g[0] * math.nan,))
 
-    with contextlib.redirect_stderr(said), fuzz.poisoned(on_rank, at_step, hook):
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said), fuzz.poisoned(on_rank, at_step, hook):
         code = train.run_to_its_end(plan, folder, train.Stop())
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return code, [line for line in said.getvalue().splitlines() if line.startswith("train.py: ")], log
+    return code, [line for line in said.getvalue().splitlines() if re.search("^train.py: |step left out", line)], log
 
 
 @pytest.mark.always("2")
@@ -151,12 +151,13 @@ def test_a_gradient_that_is_not_finite_is_named_and_the_run_stops_or_skips_as_as
     ended = run_ranks(2, poisoned, [*words, "--out", str(tmp_path / "stop")], 1, 3)
     assert [code for code, *_ in ended] == [3, 3]
     [line], others = ended[0][1], ended[1][1]  # one line in all
-    assert line.startswith("train.py: step 3: rank 1: gradient of model.layers.0.mlp.up_proj.weight is not finite;")
+    what = "step 3: rank 1: gradient of model.layers.0.mlp.up_proj.weight is not finite; "
+    assert line == f"train.py: {what}the weights are those of step 2; --on-nan skip leaves such steps out"
     assert not others
     assert [path.name for path in checkpoint.complete(tmp_path / "stop")] == ["step-000002"], "what was being saved"
     skip = [*words, "--out", str(tmp_path / "skip"), "--on-nan", "skip"]
     (code, said, log), _ = run_ranks(2, poisoned, skip, 1, 3)
-    assert (code, said) == (0, [])
+    assert (code, said) == (0, [f"{what}step left out"])
     assert [step for step, (_, norm) in losses(log).items() if not math.isfinite(norm)] == [3]
     assert all(math.isfinite(line["val_loss"]) for line in log if "val_loss" in line)
 
@@ -194,6 +195,9 @@ def test_a_run_that_was_stopped_early_ends_with_130_on_every_rank_and_one_says_h
         monkeypatch.setattr(train, "train", lambda *_, done=done: [{"step": 1}, {"step": done}])
         assert train.run_to_its_end(plan, Path("run"), train.Stop()) == code
         assert capsys.readouterr().err == said
+    stop, at_once = train.Stop(), mock.Mock()
+    monkeypatch.setattr(train.os, "_exit", at_once)
+    assert [(stop(number, None), at_once.call_count)[1] for number in (2, 15, 2)] == [0, 0, 1], "the second Ctrl-C"
 
 
 @pytest.mark.parametrize("evaluate", [False, True])

@@ -341,6 +341,8 @@ def test_the_newest_and_the_best_are_by_their_steps_and_finite_losses_and_every_
     for step in (8, 9):
         published(tmp_path / "equal", step, 2.0, keep=2)
     assert checkpoint.best_of(tmp_path / "equal").name == "step-000008", "of equal ones the first"
+    (tmp_path / "equal" / "checkpoints" / "step-000009" / "manifest.json").write_text("{}")
+    assert checkpoint.best_of(tmp_path / "equal").name == "step-000008", "a damaged manifest ends nothing"
     for step, file, how in ((1_000_001, ".metadata", "truncated"), (1_000_000, "__0_0.distcp", "truncated")):
         assert checkpoint.find(str(run))[1].name == f"step-{step}"
         damage(run, f"step-{step}", file, how)

@@ -343,12 +343,13 @@ def max_in_flight(layout):
     def counted(*args):
         nonlocal most
         output = run_stage(*args)
+        assert output.dtype == torch.bfloat16, "what is received is as narrow as what is sent"
         outputs.append(weakref.ref(output))
         most = max(most, sum(ref() is not None for ref in outputs))
         return output
 
-    with patch.object(five_d, "run_stage", counted):
-        step_once(layout)
+    with patch.object(five_d, "run_stage", counted), patch(f"{__name__}.SIZES", SIZES._replace(dtype=torch.bfloat16)):
+        step_once(layout, dtype=torch.float32)
     return most
 
 
@@ -430,7 +431,7 @@ def text():
     return torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
 
 
-def run_check(broken):
+def run_check(broken, off=0.0):
     def build_model(config):
         return {n: x * (math.nan if broken and n == "0.k_proj" else 1) for n, x in original(config).items()}
 
@@ -438,9 +439,10 @@ def run_check(broken):
         return {what: count + broken * (2 * dist.get_rank() - 1) for what, count in formulas(*given, **more).items()}
 
     config = five_d.TINY._replace(n_layers=1, seq_len=9, batch=8, num_micro_batches=2)
-    printed, original, formulas = io.StringIO(), five_d.build_model, five_d.expected_bytes
+    printed, original, formulas, clip = io.StringIO(), five_d.build_model, five_d.expected_bytes, five_d.clip_grads
     changed = patch.multiple(five_d, build_model=build_model, expected_bytes=expected_bytes)
-    with contextlib.redirect_stdout(printed), changed:
+    norms = patch.object(five_d, "clip_grads", lambda *given: clip(*given) * (1 + off * (given[2].tp - 1)))
+    with contextlib.redirect_stdout(printed), changed, norms:
         failures = five_d.check(config, Mesh([0, 1], 1, 1, 2, 1), torch.device("cpu"), text())
     return failures, printed.getvalue()
 
@@ -453,6 +455,8 @@ def test_check_passes_and_finds_a_weight_that_is_not_a_number_and_bytes_that_are
     for failures, _ in run_ranks(2, run_check, True):
         for what in ("rank 0: loss 0: error nan", "rank 0: bytes tp", "rank 1: bytes tp", "rank 1: bytes zero"):
             assert any(failure.startswith(what) for failure in failures), f"{what} is not in {failures}"
+    near = run_ranks(2, run_check, False, 1e-8)[0][0]
+    assert len(near) == 6 and all(re.match("rank [01]: norm [012]: error ", failure) for failure in near), near
 
 
 def train_without_steps(norm):

@@ -236,6 +236,9 @@ def test_a_folder_goes_through_a_run_with_every_size_it_came_with(kind, text, tm
         with torch.no_grad():
             got, want = read_by_ours(home)(TOKENS), read_by_transformers(home)(TOKENS).logits
         assert_same(got, want, 1e-5, f"logits of {home}")
+    hf.export(run_folder, str(tmp_path / "parts"), file_bytes=20_000)
+    index = json.loads((tmp_path / "parts" / hf.INDEX).read_text())
+    assert index["weight_map"].keys() == load_file(tmp_path / "out" / "model.safetensors").keys(), "their names"
 
 
 def changed(folder, **changes):
@@ -328,7 +331,7 @@ def test_the_masters_of_a_bf16_run_begin_and_end_in_fp32(ranks, layout, text, tm
 
 def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
     folder = new_model(tmp_path / "model")
-    changed(tmp_path / "model", max_position_embeddings=777, eos_token_id=[7, 8])
+    changed(tmp_path / "model", max_position_embeddings=777, bos_token_id=3, eos_token_id=[7, 8], pad_token_id=0)
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.25}')
     words = [*arguments(text, steps=1, warmup=0), "--init", folder, "--out", str(tmp_path / "run")]
     with pytest.raises(UsageError, match=f"--out {folder} is --init {folder}, whose config.json would be lost; use "):
@@ -341,7 +344,7 @@ def test_what_training_does_not_use_comes_back_as_it_was(text, tmp_path):
     hf.export(run_folder, str(tmp_path / "out"), file_bytes=20_000)
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
     about = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (about["max_position_embeddings"], about["eos_token_id"]) == (777, [7, 8])
+    assert [about.get(key) for key in hf.KEPT] == [777, 3, [7, 8], 0]
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"temperature": 0.25}
     _, own = train_on(1, [*arguments(text, steps=1, warmup=0), "--out", str(tmp_path / "own")])
     hf.export(own, str(tmp_path / "out"))

@@ -96,9 +96,13 @@ def test_each_kind_of_context_parallel_gets_its_groups_its_layout_and_its_attent
     }
     assert ops.attention_over_ranks(mesh, "ulysses", "local", None) == ("ulysses", "U")
     monkeypatch.setattr(ops, "packed_attention", lambda *given: given)
-    for kind, layout, version in (("allgather", "zigzag", "allgather"), ("ring", "contiguous", "ring")):
+    kinds = (("allgather", "zigzag", "allgather"), ("ring", "contiguous", "ring"), ("zigzag", "zigzag", "ring"))
+    for kind, layout, version in kinds:
         packed = ops.attention_in_documents(mesh, kind, "local", "whole", [0, 9])
         assert packed == ("R", [0, 9], layout, version, "local"), kind
+    monkeypatch.setattr(ops, "in_documents", lambda *given: given)
+    whole = ops.attention_in_documents(mesh, "ulysses", "local", "whole", [0, 9])
+    assert whole == ("ulysses", "U", ([0, 9], "whole"))
 
 
 def test_fp8_hears_of_a_step_that_is_taken_and_of_one_that_is_left_out():
@@ -131,8 +135,9 @@ def with_torchs_products_in_cuda_parts():
             assert_same(y, want[0], 1e-2, "output")
             for each, gradient, wanted in zip(given, want[1:], trained, strict=True):
                 assert_same(each.grad, gradient if wanted else None, 1e-2, f"gradient, trained {trained}")
-        qkv, how = cuda_parts.attention(x, x, x, causal=False)
+        qkv, how = cuda_parts.attention(x, 2 * x, 3 * x, causal=False)
     assert {x.dtype for x in qkv} == {torch.bfloat16} and how == {"causal": False, "version": cuda_parts.CUDA}
+    assert all(torch.equal(each, (n * x).bfloat16()) for n, each in enumerate(qkv, 1)), "q, k and v in their order"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
@@ -453,9 +458,9 @@ def test_fp8_is_refused_in_one_line_before_hopper_and_for_widths_that_no_product
     with pytest.raises(UsageError, match=r"^--precision fp8-block: feed-forward of a rank, 100 numbers, .* use bf16$"):
         checks.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=100), gpu)
     tp = dataclasses.replace(config, tp=2)
-    wide, narrow = dict(intermediate=96, own_head_dim=24), dict(intermediate=48)
-    for sizes, line in ((wide, "key/value heads of a rank, 24"), (narrow, "feed-forward of a rank, 24")):
-        with pytest.raises(UsageError, match=f"^--precision fp8-block: {line} numbers, are no multiple of 16"):
+    thin, wide, narrow = dict(own_head_dim=12), dict(intermediate=96, own_head_dim=24), dict(intermediate=48)
+    for sizes, line in ((thin, "query heads"), (wide, "key/value heads"), (narrow, "feed-forward")):
+        with pytest.raises(UsageError, match=f"^--precision fp8-block: {line} of a rank, 24 numbers, are no mul"):
             checks.check_kernels(tp, dataclasses.replace(SIZES, hidden=64, **sizes), gpu)
     few = dataclasses.replace(SIZES, hidden=64, heads=8, own_head_dim=24, intermediate=192)  # 2 K/V heads on 4 ranks
     with pytest.raises(UsageError, match="^--precision fp8-block: key/value heads of a rank, 24 numbers"):

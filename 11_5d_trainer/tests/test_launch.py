@@ -80,12 +80,12 @@ def test_ranks_that_start_again_do_not_find_what_the_dead_have_written_into_torc
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(train, "rendezvous", lambda *_, **__: iter([(agents, 0, 1)]))
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: given.append(store))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, timeout, **__: given.append(store))
     for start in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
         train.connect(torch.device("cpu"), 60.0)
     given[0].set("address", "of one who dies")
-    assert given[0].check(["address"]) and not given[1].check(["address"])
+    assert given[0].check(["address"]) and not given[1].check(["address"]) and agents.timeout.total_seconds() == 60
 
 
 SCRIPT = """
@@ -182,6 +182,7 @@ def test_the_last_line_names_the_rank_that_was_killed_and_blames_none_that_waite
 
     assert line(r1=4, r0=-9)[0] == 4 and line(r1=3, r0=-15) == (3, "")  # torchrun has ended rank 0
     assert line(r3=-9, r0=1) == (137, "rank 3 was ended by SIGKILL; out of memory? The kernel's log says so then")
+    assert line(r0=-11) == (139, "rank 0 was ended by SIGSEGV")
     assert line(r2=-6)[1].startswith("rank 2 was ended by SIGABRT; NCCL's watchdog does that to ranks that have waited")
     assert line(r0=4, r1=4) == (4, "rank 0 and others waited for ranks that did not answer: the line above names these")
     assert line(r1=1) == (1, "rank 1 ended first, with 1; what it said is above")

@@ -148,6 +148,9 @@ BAD = [  # (the file's contents, options, what is said)
     ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "--chat", 'line at byte 0: "messages" is no list of objects'),
     ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', "--chat", "no message is the assistant's"),
     ("a.jsonl", b'{"messages": [{"role": "user", "content": "<|im_end|>"}]}\n', "--chat", "a message contains <|im_st"),
+    ("a.jsonl", b'{"messages": [{"role": "<|im_start|>", "content": "a"}]}\n', "--chat", "a message contains <|im_st"),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": "\\u0000"}]}\n', "--chat", "a message contains <|im_st"),
+    ("a.txt", b"text\n" * 100, "{a}:0", "{a}:0: a weight must be a positive number"),
 ]
 
 
@@ -218,6 +221,7 @@ SPOILED = {
     "its numbers are big-endian": change_json("train.json", byteorder="big"),
     "has vocab_size 256 and .* 300; prepare them alike": change_json("val.json", vocab_size=300),
     "has eos 1 and .* 0; prepare them alike": change_json("train.json", eos=1),
+    "has tokenizer x and .* bytes; prepare them alike": change_json("train.json", tokenizer="x"),
     "the tokenizer .* cannot be loaded: there is no": lambda folder: [
         change_json(f"{name}.json", tokenizer="t.json")(folder) for name in ("train", "val")
     ],
@@ -270,6 +274,10 @@ def test_of_large_files_some_blocks_are_checked(tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "checksum", lambda path, block: read.append(block) or real(path, block))
     load_corpus(Config(data=str(tmp_path / "out"), seq_len=16))
     assert 0 in read and max(read) > 50 and len(read) <= 4 * sources.CHECKED
+    assert len({*checksums(tmp_path / "out" / "train.bin")}) > 50, "each of a block of its own"
+    change_json("val.json", checksums={suffix: sums[:-1] for suffix, sums in found.items()})(tmp_path / "out")
+    with pytest.raises(UsageError, match="not as prepare.py wrote it"):
+        load_corpus(Config(data=str(tmp_path / "out"), seq_len=16))
     (tmp_path / "large").write_bytes(bytes(2**22))
     first = sources.crc_of_samples(tmp_path / "large")
     (tmp_path / "large").write_bytes(bytes(2**22 - 1) + b"1")
@@ -366,7 +374,7 @@ def test_the_end_of_a_document_is_the_tokenizers_own_or_what_is_asked_for(tokeni
     (stories / "folder").mkdir()
     shutil.copy(tokenizer, stories / "folder")
     about = stories / "folder" / "tokenizer_config.json"
-    about.write_text('{"eos_token": {"content": "<|im_end|>"}}')
+    about.write_text('{"eos_token": {"content": "<|im_end|>"}, "more": 1}')
     for name, option, eos in ((tokenizer, [], 0), (stories / "folder", [], 2), (tokenizer, ["--eos", "a"], None)):
         out = stories / f"out-{eos}"
         prepared(capsys, stories / "stories", "--tokenizer", name, *option, "--out", out)
@@ -377,9 +385,12 @@ def test_the_end_of_a_document_is_the_tokenizers_own_or_what_is_asked_for(tokeni
         again = generate.tokenizer_of(Config(), stories / f"run-{eos}" / "tokenizer")
         assert generate.tokenizer_of(Config(tokenizer=str(name)), stories / "old").encode("7") == again.encode("7")
         assert generate.ends_of_text(stories, again) == {eos}
+    sources.set_own_end(stories / "folder", "a")
+    assert json.loads(about.read_text()) == {"eos_token": "a", "more": 1}
     both = [stories / "stories", stories / "stories.jsonl", "--field", "story", "--tokenizer", tokenizer]
     prepared(capsys, *both, "--out", stories / "both")
     rows = load_corpus(Config(data=str(stories / "both"), seq_len=16))  # whose sources share a tokenizer
+    assert rows.size == sum(len(row.tokens) for row in rows.rows) > len(rows.train)
     assert [[rows.decode(tokens) for tokens in documents(row)] for row in rows.held_out] == [STORIES[9::10]] * 2
     monkeypatch.setattr("data.load_tokenizer", lambda *_: sources.Tokenizer())
     with pytest.raises(UsageError, match="its tokenizer has 256 tokens, not 300$"):

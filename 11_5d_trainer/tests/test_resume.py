@@ -19,7 +19,7 @@ from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import Llama
 from model import full_shapes
-from options import Config, UsageError, merge
+from options import Config, RunEnds, UsageError, merge
 from precision_policies import LossScaler
 from test_train import SIZES, SMALL, arguments, f64, losses, run, train_on
 
@@ -186,6 +186,9 @@ def save_to_a_file(words, folder):
     saver.pending.result()
     assert not saver.busy(), "until the next save it would have no name"
     saver.finish()
+    saver.save({"weights": model.state_dict()}, progress)
+    with mock.patch.object(checkpoint, "publish", side_effect=checkpoint.NotShared("")), pytest.raises(RunEnds):
+        saver.finish()
     return failure, said, saver.failure
 
 

@@ -270,6 +270,7 @@ def test_every_key_is_honoured_or_refused_by_its_name(folder, tmp_path):
     assert said_of("llama", router_jitter_noise=0.1).startswith("has router_jitter_noise = 0.1; only 0.0")
     eight = "has num_hidden_layers = 8.0; it must be a whole number from 1 to 1,024"
     assert said_of("llama", num_hidden_layers=8.0) == eight
+    assert said_of("qwen3", head_dim=None) == "has head_dim = None; it must be a whole number from 1 to 16,777,216"
     assert said_of("llama", vocab_size=65).startswith("knows 65 tokens and the data has 256")
     assert said_of("llama", "--kv-heads", "3") == "--kv-heads 3: heads 4 is not a multiple of kv_heads 3"
     assert said_of("llama", "--preset", "base").startswith("--preset base cannot go with --config")
@@ -304,6 +305,8 @@ def test_a_value_at_the_limit_of_its_type_is_taken_and_one_beyond_or_of_another_
         (hf_keys.AT_LEAST_1, (1, 1e18), (0.99, 2e18, True)),
         (hf_keys.WINDOW, (None, 0, 2**31 - 1), (-1, 2**31, False)),
         (hf_keys.TOKENS, (None, 0, [], [0, 5]), (-1, True, [None], [1, True], "</s>")),
+        (hf_keys.TOKEN, (None, 0), (-1, True, [0])),
+        (hf_keys.FLAG, (True, False), (0, 1, None, "true")),
         (hf_keys.only(0.0), (0, 0.0), (False, None, 0.1)),
         (hf_keys.only(False), (False,), (0, None, True)),
         (hf_keys.FULL, ([], ["full_attention"]), ("full_attention", ["full_attention", "sliding_attention"])),
@@ -406,6 +409,8 @@ def test_the_index_decides_which_files_are_read(folder, tmp_path):
     save_file({hf.EMBEDDING: wide, "lm_head.weight": wide.clamp(max=2**15)}, tmp_path / "untied" / "model.safetensors")
     with pytest.raises(UsageError, match=f"{tied}$"):
         hf.check_weights(str(tmp_path / "untied"), {hf.EMBEDDING: wide})
+    whole |= {n: whole[n].to(d) for n, d in zip(whole, (torch.double, torch.half, torch.bfloat16), strict=False)}
+    assert found("dtypes", {"model.safetensors": whole}) is True
     whole["model.norm.weight"] = whole["model.norm.weight"].to(torch.int8)
     assert found("int8", {"model.safetensors": whole}) == " has model.norm.weight in I8; floating numbers are needed"
 

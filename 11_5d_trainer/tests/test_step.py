@@ -24,7 +24,7 @@ import train
 from accounting import step_flops
 from data import Sampler, load_corpus
 from fp8 import Fp8Linear
-from full_state import full_state
+from full_state import full_state, share_of_state
 from harness.ranks import run_ranks
 from harness.reference import assert_same
 from llama import Linear
@@ -180,15 +180,18 @@ def passed_on_by_the_pipeline(layout, text):
         start = owner.start
         owner.start = lambda p, start=start: (passed.append((names[p], p.grad.clone())), start(p))
     step_module.forward_and_backward(me, step, valid)
-    return own, passed
+    return own, passed, [*share_of_state(me.owners, me.model, me.mesh)["weights"]]
 
 
 @pytest.mark.parametrize("layout", ["--tied", "--schedule zb-h1 --zero 2"])
 def test_a_pipeline_passes_each_gradient_on_once_and_when_it_is_complete(layout, text):
-    for own, passed in run_ranks(4, passed_on_by_the_pipeline, f"--pp 2 --micro-batch 2 {layout}", text):
+    found = run_ranks(4, passed_on_by_the_pipeline, f"--pp 2 --micro-batch 2 {layout}", text)
+    for own, passed, _ in found:
         assert sorted(name for name, _ in passed) == sorted(own)
         for name, gradient in passed:
             assert torch.equal(gradient, own[name]), f"{name} was passed on too early"
+    saved = [name for *_, names in found for name in names]
+    assert len(saved) == len({*saved}), "a tied weight is on two stages, and saved by one"
 
 
 def speedometer(world, **changes):
@@ -233,6 +236,9 @@ def test_runs_of_gradients_have_the_squares_of_their_pieces_each_by_its_holders(
     assert not gradients.adjacent(x[:4], x.view(torch.int32)[4:])
     piece = torch.randn(1000).bfloat16()
     assert_same(gradients.norm_of(piece), piece.double().norm(), 1e-12)
+    on_gpu = type("OnGpu", (torch.Tensor,), {"is_cuda": True})
+    piece = torch.randn(gradients.CHUNK + 30_000).bfloat16()
+    assert float(gradients.norm_of(piece.as_subclass(on_gpu))) == pytest.approx(float(piece.double().norm()), rel=1e-4)
 
 
 def test_a_gradient_that_is_summed_in_a_wider_buffer_is_looked_for_there():
@@ -255,6 +261,11 @@ def test_a_step_is_read_late_on_a_gpu_alone_and_if_nothing_on_the_host_depends_o
     assert not late(device="cpu") and not late(fused=(True, False)) and not late(dynamic=True)
     assert not late(on_nan="skip") and not late(precision="fp8-row")
     assert not late(moe=Config(experts=4).mixture(SIZES))
+    me = types.SimpleNamespace(broken=None, owners=[mock.Mock()])
+    steps = [(f64(0.5), f64(norm)) for norm in (1.0, math.nan, 2.0)]
+    with mock.patch.multiple(step_module, gradient_step=mock.Mock(side_effect=steps), update_weights=mock.Mock()):
+        assert [step_module.launch_step(me, [], mock.Mock()).values() for _ in steps][2] == [0.5, 2.0]
+    assert [call.args[0].item() for call in me.owners[0].leave_out_if.call_args_list] == [False, True, True]
 
 
 def test_wsd_is_constant_and_falls_as_one_minus_a_square_root_in_the_last_steps():
@@ -267,6 +278,7 @@ def test_wsd_is_constant_and_falls_as_one_minus_a_square_root_in_the_last_steps(
     warm = dataclasses.replace(whole, warmup=18)  # which leaves less than a fifth
     rates = [train.learning_rate(step, warm) for step in (17, 18, 19)]
     assert rates == pytest.approx([1.0, 0.2 + 0.8 * (1 - math.sqrt(0.5)), 0.2])
+    assert train.learning_rate(2, dataclasses.replace(whole, steps=3, warmup=0)) == 0.2, "a fifth of 3 is no step"
 
 
 def test_the_only_step_of_a_run_has_a_loss_in_the_summary(text, tmp_path):
@@ -284,7 +296,7 @@ def said_by_a_run(words):
     no_memory = mock.Mock(side_effect=torch.OutOfMemoryError)
     with (
         mock.patch.object(train.Logger, "say", lambda self, text: lines.append(text)),
-        mock.patch.object(train, "load_model", no_memory),
+        mock.patch.multiple(train, load_model=no_memory, Stop=lambda: types.SimpleNamespace(asked=True)),  # at its end
         mock.patch.object(train, "Sampler", mock.Mock(wraps=train.Sampler)) as samplers,
     ):
         weights_of_a_run(words)
@@ -419,6 +431,7 @@ def dtypes_of_new_memory(words):
         me = make_trainer(Config(**parse(words)), SIZES, torch.device("cpu"))
     for _ in range(99):
         me.scaler.update(False)  # without fp16 no number of left-out steps ends a run
+    assert me.scaler.value == 1, "a loss scale is for fp16"
     with step_module.precision(me):
         return seen, torch.is_autocast_cache_enabled()
 

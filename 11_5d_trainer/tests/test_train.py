@@ -270,3 +270,4 @@ def test_presets_have_the_sizes_they_are_named_after():
     assert (PRESETS["smollm-1.7b"].rope_theta, PRESETS["mixtral-8x7b"].rope_theta) == (130_000, 1_000_000)
     sparse = train.elements_of(PRESETS["mixtral-8x7b"], Config(preset="mixtral-8x7b"))
     assert sum(sparse.values()) == 46_702_792_704
+    assert Config(preset="mixtral-8x7b").mixture(PRESETS["mixtral-8x7b"]).top_k == 2
