@@ -354,6 +354,7 @@ def broadcast_in_a_group():
     model = seeded_model(seed=rank)
     model[1].up_proj.weight.requires_grad_(False)
     model.register_buffer("positions", torch.tensor([rank, 7]), persistent=False)
+    model.register_buffer("transposed", torch.full((3, 2), 1.0 * rank).t(), persistent=False)
     model[2].up_proj.weight = model[1].up_proj.weight
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     before = {name: t.clone() for name, t in tensors.items()}

@@ -212,6 +212,9 @@ def test_merge_equals_softmax_of_all_keys():
     assert want[1].max() > 800  # e^710 is too large for float64
     for name, x, y in zip(("out", "lse"), got, want, strict=True):
         assert_same(x, y, what=name)
+    far = torch.full((1, 2, 1, 8), 1e3, dtype=torch.float64)
+    out, _ = script.attention_block(far, -far, torch.arange(2.0).double().view(1, 2, 1, 1).expand(far.shape), True)
+    assert out[0, 0].max() == 0, "however low the score of the key that a query sees, it sees no other"
     for half in (torch.float16, torch.bfloat16):
         low = script.attention_block(q.to(half), k.to(half), v.to(half), False)
         assert [x.dtype for x in low] == [torch.float32] * 2, f"attention to keys in {half} adds up in {low[0].dtype}"

@@ -185,6 +185,10 @@ def log_of_attention() -> list[tuple]:
 
 
 def test_an_offload_waits_for_the_computation():
+    alone = RecordingOffloader(CPU)
+    alone.write_down("compute", "the first", 0)
+    alone.write_down("h2d", "the second", 0)
+    assert alone.record_event("compute").last_op == 1, "an event is of its own stream"
     [log] = run_ranks(1, log_of_attention)
     past, last = happened_before(log), 0
     assert [op[1] for op in log if op[0] == "compute"][:4] == ["q0", "q1", "q1.kv0", "q2"]

@@ -335,6 +335,8 @@ def test_functions_that_stand_for_several_give_the_loss_and_every_gradient_of_th
         assert exact.dtype == torch.float64, "autocast leaves float64 alone"
     sum(y.float().sum() for y in ys).backward()
     assert x.grad.dtype == weights[0].grad.dtype == torch.float32 and weights[1].grad is None
+    llama.linears_of_one_input(x.detach(), weights[1:])[0].sum().backward()
+    assert weights[1].grad is not None, "although x needs none"
 
 
 def test_the_feed_forward_of_a_block_can_be_replaced():
