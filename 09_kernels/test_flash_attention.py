@@ -10,6 +10,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -448,6 +449,16 @@ def test_kernels_compile_for_sm_90_without_stack_or_tf32():
         assert kernel["shared_memory"] <= 227 * 1024 and kernel["reg"] * kernel["warps"] * 32 <= 65536, kernel
         assert kernel["wgmma"] == narrow, kernel
         assert not kernel["tf32"], kernel
+
+
+def test_the_benchmark_divides_the_others_seconds_by_its_own(monkeypatch):
+    import bench_flash_attention as bench
+
+    table = Mock()
+    monkeypatch.setattr(bench, "Table", lambda *_: table)
+    monkeypatch.setattr(bench, "paired_seconds", lambda *_: {"mine": [1.0] * 2, "sdpa": [2.0] * 2, "depth": [4.0] * 2})
+    bench.time_on_gpu(None)
+    assert [[x.median for x in call.args[2:5]] for call in table.add.call_args_list] == [[1000, 2, 4]] * 2
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -336,3 +337,16 @@ def test_benchmark_reads_rows_while_the_program_runs_and_needs_pass(tmp_path):
         program.write_text(f"#!/bin/sh\necho naive 1\n{end}\n")
         with pytest.raises(SystemExit, match="matmul: "):
             list(bench_matmul.passing_rows(program))
+
+
+def test_benchmark_leaves_out_a_kernel_whose_last_result_is_another_one(monkeypatch):
+    import bench_matmul
+
+    table = Mock()
+    monkeypatch.setattr(bench_matmul, "Table", lambda *_: table)
+    monkeypatch.setattr(bench_matmul, "call", lambda inside, name, number, *given: given[-1].normal_())
+    monkeypatch.setattr(bench_matmul.bench_matmul_ladder, "problem", lambda *_: Mock(objection=lambda out: ""))
+    monkeypatch.setattr(bench_matmul, "paired_seconds", lambda device, runs, times: runs["ours"]())
+    with pytest.raises(SystemExit, match="naive at 128 cubed: its last call has another result than its first"):
+        bench_matmul.time_on_gpu(True, None, 0)
+    assert not table.add.called

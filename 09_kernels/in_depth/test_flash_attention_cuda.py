@@ -133,6 +133,7 @@ def test_sectors_asked_for_are_those_predicted_and_tiles_beyond_the_diagonal_are
         assert cuda.count(inputs(B, S_q, S_k, N, N_kv, D, "cpu"), last) == predicted, name
     assert sectors(1, 200, 260, 1, 64, 0) == (200 + 2 * 128 + 2 * 256) * 64 * 2 // 32  # by hand: 1 and 2 tiles of keys
     by_hand = (72 + 2 * 128) * 64 * 2 // 32  # of two tiles of queries the first sees no key, and loads nothing
+    assert cuda.tiles_of_keys(384, 128, -300) == [0, 0, 1], "none, however far ahead the first key is"
     assert sectors(1, 200, 260, 1, 64, -130) == cuda.count(inputs(1, 200, 260, 1, 1, 64, "cpu"), -130) == by_hand
 
 

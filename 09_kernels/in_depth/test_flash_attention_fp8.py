@@ -169,6 +169,7 @@ def test_a_rotation_changes_no_product():
     q, k, _ = (x.double() for x in inputs(1, 20, 30, 1, 1, 128, "cpu"))
     M, again = fp8.spread_out(torch.eye(128)[None, :, None], torch.eye(128)[None, :, None])
     assert torch.allclose(M[0, :, 0] @ M[0, :, 0].T, torch.eye(128), atol=1e-6) and torch.equal(M, again)
+    assert M[0, :, 0].sum(0).abs().max() < 6, "a row of ones is spread, too: in one column it would be 11.3"
     turned = torch.einsum("bind,bjnd->bij", *(x.double() for x in fp8.spread_out(q, k)))
     assert torch.allclose(turned, torch.einsum("bind,bjnd->bij", q, k), atol=1e-4)
 

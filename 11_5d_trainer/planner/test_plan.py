@@ -411,6 +411,19 @@ def test_every_layout_is_counted_once_as_timed_or_with_the_reason_why_not(given)
     assert found.counted == found.timed + sum(reasons.values())
 
 
+def test_a_search_that_finds_too_few_that_fit_is_repeated_with_less_room(monkeypatch):
+    shares = []
+
+    def once(given, top, share):
+        shares.append(share)
+        found = plan_search.Candidate(Layout(dp=len(shares)), plan_time.Step({"update": share}, {}, 1.0), 0, "")
+        return plan_search.Found([found], 0, 0, plan_search.Counter({plan_search.NOT_EXACTLY: 1}), None)
+
+    monkeypatch.setattr(plan_search, "search_once", once)
+    assert [each.step.seconds for each in search(task(), top=3).best] == [0.8, 0.9, 1.0]
+    assert shares == [1.0, 0.9, 0.8]
+
+
 def test_two_million_tokens_on_one_node_fit_with_chunks_on_the_host_alone_and_only_if_the_host_has_room():
     given = task(cluster="a100-dgx", nodes=1, batch=1, seq=2**21)
     found = search(given)
