@@ -502,7 +502,7 @@ def init_distributed() -> torch.device:
     num_gpus = torch.cuda.device_count()
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if 0 < num_gpus < num_local:
-        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+        fail(f"--nproc_per_node {num_local}: use at most {num_gpus}, one for each GPU here")
     device = None
     if num_gpus:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

@@ -703,7 +703,7 @@ def test_ranks_and_gpus(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", "1")
         with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as err:
             pipe.main()
-        refused = "pipeline_parallel.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n"
+        refused = "pipeline_parallel.py: --nproc_per_node 4: use at most 2, one for each GPU here\n"
         assert (end.value.code, err.getvalue()) == (code, refused if code == 2 else "")
         assert bool(started) == (code == 7), "a process group was started"
     gpu = torch.device("cuda", 1)

@@ -1,6 +1,6 @@
 """Does the model fit, and can it be computed as asked? Checked before any rank connects or allocates memory.
 
-`check_memory` counts weights, gradients and AdamW's two moments of what a rank holds (chapter 01 has the
+`check_memory` counts weights, gradients and AdamW's states of what a rank holds (chapter 01 has the
 bytes of each, chapters 03 to 07 what a rank holds). Activations are not counted, so this is the least that a
 rank needs: what it refuses cannot run, but what it accepts may still be too much. ZeRO-3 shards weights that
 a rank has initialized, so all weights of its layers must also fit. `check_kernels` and `check_compile` know
@@ -145,7 +145,7 @@ def check_fp8(config: Config, sizes: LlamaConfig, device: torch.device) -> None:
     }
     for what, width in widths.items():
         if width % 16:
-            line = f"{what} of a rank, {width} numbers, are no multiple of 16, as fp8 products want it"
+            line = f"{what} of a rank: {width} is not a multiple of 16, which fp8 matmuls need"
             raise UsageError(f"--precision {config.precision}: {line}; use bf16")
 
 

@@ -79,7 +79,8 @@ def as_svg(lines: Sequence[dict[str, Any]], title: str, width: int = 720, height
     dots = "".join(f'<circle class="validation" cx="{x}" cy="{y}" r="3"/>' for x, y in map(place, validation))
     bottom = height - foot
     last = f"{validation[-1][1]:.3f}" if validation else f"{training[-1][1]:.3f}"
-    said = escape(f"{title}: loss from {high:.3f} to {last} nats per token in {right} steps", {'"': "&quot;"})
+    first = min([*training, *validation])[1]
+    said = escape(f"{title}: loss from {first:.3f} to {last} nats per token in {right} steps", {'"': "&quot;"})
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{said}">
 <style>{STYLE}</style>
 <path class="axis" d="M{edge},{top} V{bottom} H{width - 16}"/>

@@ -10,7 +10,7 @@ on a grid with one axis per technique, and each technique runs in the groups alo
     pp    06       the layers           activations to the next stage; gradients back    M
     ep    07       the experts          tokens to their experts and back: all-to-all     M per layer
 
-A step has M micro-batches. Forward messages, except counts, have one in the backward pass.
+A step has M micro-batches. Each forward message but the counts has one like it on the way back.
 
     16 ranks with --pp 2 --cp 2 --tp 2; dp is what remains: 2
                   cp 0   cp 1               cp 0    cp 1     rank 5: stage 0, dp 1, cp 0, tp 1
@@ -823,7 +823,7 @@ def init_distributed() -> torch.device:
     num_gpus = torch.cuda.device_count()
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if 0 < num_gpus < num_local:
-        fail(f"--nproc_per_node {num_local}: use {num_gpus} or less, one for each GPU here")
+        fail(f"--nproc_per_node {num_local}: use at most {num_gpus}, one for each GPU here")
     if num_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all would use GPU 0
     single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}

@@ -111,7 +111,7 @@ def generate(
     stop: Collection[int] = (),
     window: int | None = None,
 ) -> Tensor:
-    """prompt [B, S] -> [B, S + n], or less: it ends with the token of which every row has one of `stop`.
+    """prompt [B, S] -> [B, S + n], or less: it ends as soon as the new token of every row is in `stop`.
 
     A new token sees the last `window` tokens (None: all); a model fails beyond the distances of its training.
     """

@@ -9,7 +9,7 @@ some fifty lines and ends with 1. Here the options of train.py are checked for t
 is started: one line, code 2.
 
 Signals. torchrun passes SIGTERM on and kills ranks that have not ended after 30 seconds. A step and a
-checkpoint of a large model take longer. Here it is ten minutes, or --shutdown-timeout (torch 2.13 has it).
+checkpoint of a large model take longer. Here it is ten minutes, or --shutdown-timeout, from torch 2.13 on.
 
 Restarts. A rank that ends with code 2 or 3 has said why in one line (a wrong option, a gradient that is not finite),
 and --max-restarts does not apply.

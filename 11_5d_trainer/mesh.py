@@ -21,7 +21,7 @@ HSDP (chapter 03) splits the `data` group once more: `shards` consecutive ranks 
 one copy of the model, and `copies` are the ranks that hold the same shard in the different copies.
 
 The grid is one tensor, and a group is what remains of it when the other axes are fixed. All groups are made
-here and passed to the techniques as arguments; nothing else uses the world's size.
+here and passed to the techniques as arguments; no technique uses the world's size.
 """
 
 import math

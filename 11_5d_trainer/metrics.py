@@ -4,8 +4,8 @@
                    rank, in meter.json
     --profile N    communication and compute of N steps on one time line for each rank, in trace-rank0.json and so on;
                    open them in ui.perfetto.dev
-    --tensorboard  write the values of log.jsonl for TensorBoard, and with
-    --wandb NAME   to a project of Weights & Biases
+    --tensorboard  write the values of log.jsonl for TensorBoard too
+    --wandb NAME   send them to Weights & Biases
 
 The first step is always counted, for the summary. A dispatch mode sees every communication operator and its
 group; each axis has groups of its own (mesh.py), so the group gives the axis. A collective sends what its
@@ -27,7 +27,7 @@ buckets, heads and rows of this rank. test_metrics.py also checks the planner ag
 With --zero-offload the table also has what "crossed" between device and host, down and up (chapter 03:
 `bytes_over_the_link`), and says what is held on the host.
 
-There is a formula for fp32, fp64 and bf16-master. The table has none
+Formulas are for fp32, fp64 and bf16-master. The table has none
 
     under autocast           for axes that send activations: autocast decides their dtype operator by operator
     with --recompute full    for tensor ranks in a pipeline, where a block is recomputed to its end, not to

@@ -6,10 +6,10 @@ norm, rope, swiglu, cross_entropy       chapter 01's, or fused (09)
 linear          F.linear, a product in CUDA (09: cuda_parts.py), or in fp8 (10)
 
 With --kernels triton and full layers on one rank (no --tp, no --pp), three fused functions replace several of
-these, with the same rounding. q, k, v and gate, up take one x and sum its gradient inside their matmuls (01).
+these, with the same rounding. q, k, v and gate, up sum the gradient of x in their matmuls (01; not in fp16).
 The norm after attention adds the residual (09), unless autocast makes one of the two narrower. The output
 layer and the loss never hold all logits (09), except in fp16, whose loss scale is applied too late for them.
-In fp8, q, k, v and gate, up share one x in 8 bits (10), with any kernels.
+In fp8 such layers' q, k, v and gate, up share one x in 8 bits (10), with any kernels.
 
 --precision     weights    products                      besides
 fp64, fp32      as named   as named

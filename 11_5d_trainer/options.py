@@ -162,13 +162,13 @@ class Config:
     zero_offload: bool = option(False, "the optimizer, its states and the gradients' sums in host memory (--zero 2, 3)")
     zero_late_gather: bool = option(False, "new weights are gathered during the next forward (--zero 1, 2)")
     reduce_dtype: str = option("weights", "in which ranks sum gradients of --precision bf16-master", choices=WIDTHS)
-    accumulate_dtype: str = option("weights", "in which micro-batches are summed there", choices=WIDTHS)
+    accumulate_dtype: str = option("weights", "the same for sums over micro-batches", choices=WIDTHS)
     tp: int = option(1, "tensor-parallel ranks (chapter 04)", least=1)
     sequence_parallel: bool = option(False, "cut activations between the layers over the tensor-parallel ranks too")
     tp_overlap: str = option(
         "none",
-        "tensor-parallel ranks send beside products: gradients in backward, or one half of each micro-batch beside the "
-        "other's products in both directions (domino)",
+        "hide tensor-parallel messages behind matmuls: gradients' in backward, or those of one half of each "
+        "micro-batch behind the other half's, both ways (domino)",
         choices=("none", "backward", "domino"),
         bare="backward",
     )
@@ -266,7 +266,7 @@ class Config:
             raise UsageError(f"--min-lr {self.min_lr:g} is more than --lr {self.lr:g}; use at most that")
 
     def check_heard(self, given: dict[str, Any], sizes: LlamaConfig) -> None:
-        """Raise UsageError for an option on the command line that would have no effect."""
+        """Raise UsageError for these options where they are given and would have no effect."""
         no_experts = self.mixture(sizes) is None
         without_effect = {
             ("lora_alpha",): (not self.lora_rank, "there are no adapters; add --lora-rank 8"),
@@ -339,7 +339,7 @@ class Config:
             return 1, self.cp
         if self.cp_kind != "usp":
             return self.cp, 1
-        # As many ranks of Ulysses as the heads of a tensor-parallel rank allow; the ring takes the rest.
+        # As many ranks of Ulysses as a tensor-parallel rank's heads allow, but fewer than cp; the ring takes the rest.
         heads = sizes.heads // self.tp
         all_to_all = max(n for n in range(1, max(2, self.cp)) if self.cp % n == 0 and heads % n == 0)
         return self.cp // all_to_all, all_to_all

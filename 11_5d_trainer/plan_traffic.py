@@ -9,8 +9,8 @@ Idea. A list of `Flow`s: a collective, the axis whose group runs it, its payload
     seconds                             plan_time.py, which knows where on the cluster the group lies
 
                          once a step                             each micro-batch, each layer
-    data (02, 03)        all-reduce G | reduce-scatter, gather   stage 3: gather weights twice, reduce-scatter
-    tensor (04)          partial norm gradients                  4 all-reduces of T H | 10 halves of them
+    data (02, 03)        all-reduce G | reduce-scatter, gather   stage 2: reduce-scatter; 3: and 2 gathers
+    tensor (04)          partial norm gradients with --pp        4 all-reduces of T H | 10 halves; else these
     context (05)         -                                       K/V around the ring, 8 all-to-alls
     pipeline (06)        a tied embedding                        one message to each neighbouring stage, F and B
     expert (07)          counts of all layers                    rows to their experts and back, four times

@@ -12,7 +12,7 @@ Every tenth document is for validation (`--val-every`); of a single text file, i
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, written as ChatML:
 
     <|im_start|>user\\nwhat was asked<|im_end|>\\n<|im_start|>assistant\\nthe answer<|im_end|>\\n
-                                                                      -------------------- is learned
+                                                                       -------------------- is learned
 """
 
 import argparse

@@ -3,7 +3,7 @@
 micro-batches of this rank, this rank's part of each sequence                       `shard_batch`
   -> valid tokens of the global batch (one number, all-reduced)                     `valid_tokens`
   for each: loss = sum over its tokens / that number; backward                      `forward_and_backward`
-      nothing is sent until the last one, where buckets are sent while backward runs
+      gradients are sent in the last one (ZeRO 2, 3: in each), bucket by bucket while backward runs
   (with a pipeline: all of them in the order of the schedule)                       `pipeline_passes`
 every gradient is now the sum over all ranks that hold the same weights
 norm of the full gradient, clip, AdamW                                              `clip_gradients`, `update_weights`

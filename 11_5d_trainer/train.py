@@ -321,7 +321,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 class Stop:
-    """Whether a signal asked the run to end. The first waits for the end of the step; a second Ctrl-C does not."""
+    """Whether a signal asked the run to end. The first lets the step end; a second Ctrl-C does not wait."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -618,7 +618,7 @@ def describe(plan: Plan, me: Trainer) -> str:
 
 
 class Speedometer:
-    """Tokens per second of the whole run, and the share of the device's peak (MFU), where the peak is known."""
+    """Tokens per second of a step on all ranks, and the share of the peak (MFU), where the peak is known."""
 
     def __init__(self, plan: Plan, me: Trainer) -> None:
         config = plan.config

@@ -763,7 +763,7 @@ def test_a_rank_starts_nccl_on_the_gpu_of_its_local_rank_and_no_more_ranks_start
         return end.value.code, *started.values(), calls and calls["timeout"].total_seconds()
 
     assert start(2, **TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "4"}) == (2, None, None, None, None, {})
-    assert capsys.readouterr() == ("", f"{name}.py: --nproc_per_node 4: use 2 or less, one for each GPU here\n")
+    assert capsys.readouterr() == ("", f"{name}.py: --nproc_per_node 4: use at most 2, one for each GPU here\n")
     assert start(2, **TORCHRUN | {"LOCAL_WORLD_SIZE": "4"})[0] == 2 and capsys.readouterr() == ("", ""), "rank 3"
     assert start(2, **TORCHRUN) == (7, "nccl", 1, None, None, 60), "with torchrun"
     assert start(0, **TORCHRUN) == (7, "gloo", None, None, None, 60), "without GPUs"

@@ -1,6 +1,6 @@
 """Where the CPU seconds of a step go, in the trainer and in another program, and how many are unavoidable.
 
-    OMP_NUM_THREADS=1 python 11_5d_trainer/bench/bench_seconds.py         CPU; about four minutes
+    python 11_5d_trainer/bench/bench_seconds.py         CPU; about four minutes
 
 Each operation that PyTorch runs, forward and backward, is timed by the CPU seconds of its thread. They do not
 grow when other programs use the cores, as a profiler's do. The clock's cost is measured and subtracted. The
@@ -153,8 +153,6 @@ def measure(ranks: int, options: str, other: str = "") -> list[dict[str, float]]
 
 
 def main() -> None:
-    if torch.get_num_threads() != 1:
-        raise SystemExit("bench_seconds.py: it reads the clock of one thread; set OMP_NUM_THREADS=1")
     columns = ["CPU seconds of a step on a rank"]
     shown: list[dict[str, float]] = []
     for ranks, options, what, other in (

@@ -12,11 +12,11 @@
     ... --figure bars.svg                    bytes and seconds of the ten layouts, drawn
     ... --json                               the same answers for a program
 
-The first prints the ten fastest layouts that fit, with the reason why each beats the next. It prints the
+The first prints the ten fastest layouts that fit, and after the ties why each beats the next. It prints the
 command that starts the simplest of those whose time cannot be told from the fastest, why the obvious other
 layouts lose, how many layouts were evaluated, and why the others were not. `--explain` takes the trainer's
 own options and prints the budget of that one layout line by line: bytes on the fullest rank, what is sent,
-seconds. It consists of:
+seconds. The files:
 
     ../plan_memory.py    bytes stored, saved and at the peak exact, or within 5 %: test_plan_memory.py
     ../plan_traffic.py   bytes sent, by collective           exact: same test

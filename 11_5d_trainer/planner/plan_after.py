@@ -4,7 +4,7 @@ Problem. The speed of a matmul depends on the GPU's power limit, the libraries, 
 same H100 rules are off by a fifth from one published program to the next, and right within each. One run of
 your own fixes that. Idea. A run's folder has its options, its sizes (in a checkpoint) and its tokens per
 second. The options go through `step_time` on the cluster file; the result is compared with the median of the
-measured steps after three steps of warm-up. With --write, `ceiling`, the fraction of the peak that large
+measured steps after three steps of warm-up. With --write, `ceiling`, the fraction of the file's rate that
 matmuls reach, is set so that both agree: it is the constant in which GPUs and programs differ most. All later
 plans with this file use it. The cost of messages is not changed, so use a run whose time is mostly matmuls.
 

@@ -3,7 +3,7 @@
 No constant is fitted to a row here. Full runs, those that the clock was fitted to and others, are in
 plan_published.py.
 
-    ZeRO        GB per device of a 7.5B model at each stage (1910.02054, table 1)             chapter 03's formula
+    ZeRO        GB per device of a 7.5B model at each stage (1910.02054, figure 1)            chapter 03's formula
     layer       milliseconds of one layer of a GPT on A100s (2205.05198, table 4)             the clock, on a GPT
     activation  fraction of tensor parallel alone, and what fits 80 GB (figures 7 and 1)      the paper's table 2
     Ulysses     TFLOPs by GPUs and length (2309.14509)                                        chapter 05's cost model

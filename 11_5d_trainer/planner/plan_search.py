@@ -134,7 +134,7 @@ def powers(n: int, most: int) -> list[int]:
 
 
 def grids(task: Task) -> Iterator[Layout]:
-    """Every way to divide the GPUs among the axes, valid or not."""
+    """Every way to divide the GPUs among the axes (tp, cp: powers of two up to 64), valid or not."""
     base = task.base
     for tp in powers(task.gpus, task.model.heads):
         for cp in powers(task.gpus // tp, 64):

@@ -418,7 +418,7 @@ def bubble_seconds(layout: Layout, stage: float, last: float, message: float, si
         thirds[-1] += last / 3
         times = Times(thirds, thirds, thirds, communication=message)
         return simulate(schedule, times).makespan - m * (v * stage + last)
-    third = stage / 3  # the formulas of chapter 06's table, for F = B = W
+    third = stage / 3  # chapter 06's formulas, F = B = W; ZB-H2 and ZB-V lose (p - 1) F: all wait for the norm
     way = {"zb-h1": 1, "zb-h2": 1, "zb-v": 1, "auto": 1, "dualpipe": 0.5, "dualpipe-v": 0.5}.get(layout.schedule, 3)
     if layout.schedule == "naive":
         way *= m

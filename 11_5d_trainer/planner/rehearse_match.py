@@ -17,7 +17,7 @@ A send waits for its receive, as on NCCL: that Gloo may have buffered a small me
 
 Ranks with the same program. `twin(rank)` is the rank whose program a rank runs: of 16,384 ranks only those of
 different stages differ. Twins run in lockstep, so a collective completes when one of each kind has started
-it. A message to a rank that was not run comes from that rank's twin, as many places behind in the group. This
+it. A message to or from a rank that was not run is matched with its twin's, as many places apart. This
 needs every group of a rank to contain its twin; `check_twins` reports where one does not. That twins really
 do the same is verified by `--all-ranks`, where every rank runs.
 """

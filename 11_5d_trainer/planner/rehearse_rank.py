@@ -22,7 +22,7 @@ What is replaced, and why it must be (`stand_ins`; everything else is the traine
     torch.autocast             off: it does not support this device, and options that need it are refused
     fused AdamW                asks whether it supports the device; if told so, it computes shapes like others
     route, make_plan           tokens go to the experts in turn. Row counts are values; everything else is shape
-    storage.resize_            not an operator, but stage 3 of ZeRO frees memory with it
+    resize_, batch_isend_irecv no operators: stage 3 of ZeRO frees memory by one, the other joins messages
 
 Bytes on "meta" are bytes that the same tensors would have. A kernel's own temporary memory is not counted.
 """

@@ -455,7 +455,7 @@ def test_fp8_is_refused_in_one_line_before_hopper_and_for_widths_that_no_product
         checks.check_kernels(config, SIZES, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     checks.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=96), gpu)
-    with pytest.raises(UsageError, match=r"^--precision fp8-block: feed-forward of a rank, 100 numbers, .* use bf16$"):
+    with pytest.raises(UsageError, match=r"^--precision fp8-block: feed-forward of a rank: 100 is not a multiple of 16, .* use bf16$"):
         checks.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=100), gpu)
     tp = dataclasses.replace(config, tp=2)
     thin, wide, narrow = dict(own_head_dim=12), dict(intermediate=96, own_head_dim=24), dict(intermediate=48)

@@ -145,7 +145,7 @@ def assert_refused(words: str, call: Callable[..., object], *given: object, **op
 
 
 def error_from(kind: type[Exception], call: Callable[..., object], *given: object, **options: object) -> str:
-    """What the error says with which a call ends, also one on a rank; "" if it ends without."""
+    """The text of the error that a call ends with, also of one on a rank; "" without one."""
     try:
         call(*given, **options)
     except kind as error:

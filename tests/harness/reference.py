@@ -26,7 +26,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
 def error_between(got: Tensor, want: Tensor) -> float:
     """max|got - want| / max|want|, in float64; absolute if `want` is all zero or empty. NaN and infinities give NaN.
 
-    ValueError for two shapes: torch would repeat the smaller one, and call an empty one equal to all."""
+    ValueError for unequal shapes: torch would broadcast one, and call an empty one equal to all."""
     if got.shape != want.shape:
         raise ValueError(f"shapes {list(got.shape)} and {list(want.shape)} cannot be compared")
     got, want = got.detach().to("cpu", torch.float64), want.detach().to("cpu", torch.float64)

@@ -13,7 +13,7 @@ way too.
     signal ------------------------------------------------>  gets it
     ends  <----------------------------------- exit code      ends
 
-It does not test the start of Python or the import of torch, and all forks have one seed of hashes. So whoever uses it
+It does not test the start of Python or the import of torch, and all forks share one hash seed. So whoever uses it
 starts something for real as well. Options of Python other than -u, -B, -m and -c, other variables PYTHON... and other
 numbers of threads than one start the real Python.
 """
