@@ -89,7 +89,7 @@ def gpt_parameters(hidden: int, layers: int, vocab_size: int) -> int:
 
 
 def micro_steps(global_batch: int, micro_batch: int, dp: int = 1) -> int:
-    """Accumulation steps, so that micro_batch · steps · dp = global_batch (samples). ValueError if there are none."""
+    """Accumulation steps, so that micro_batch · steps · dp = global_batch (samples). ValueError if none are."""
     # --- exercise 1.29: global-batch arithmetic ---
     per_step = micro_batch * dp  # samples of all ranks in one forward pass
     if global_batch < 1 or global_batch % per_step:
@@ -133,7 +133,7 @@ AROUND_THE_BLOCKS = ("last norm", "log-probabilities", "tokens, labels (int64)",
 def activations(
     config: LlamaConfig, batch: int, seq: int, element: int = 4, kernel: str = "fused", recompute: str = "none"
 ) -> dict[str, int]:
-    """Bytes autograd saves between forward and backward of one micro-batch, by purpose. Exact.
+    """Bytes autograd saves between forward and backward of one micro-batch, by purpose. Exact without adapters.
 
     element    bytes per element of weights and activations: 2 for bf16, 4 for fp32, 8 for fp64
     kernel     "fused" (`attention` on the CPU: q, k, v, out and the log-sum-exp) or "explicit" (`attention_math`)
@@ -160,7 +160,7 @@ def activations(
     kept = {name: c.layers * size for name, size in per_block.items()}
     around = (
         norm,
-        T * c.vocab_size * wide + wide,  # and one scalar, the sum of the labels' weights
+        T * c.vocab_size * wide + wide,  # and one scalar, by which a mean would divide
         2 * T * 8,
         2 * seq * (c.head_dim // 2) * 4,  # one pair for all layers
     )
@@ -185,7 +185,7 @@ def gpt_activations(hidden: int, layers: int, heads: int, seq: int, batch: int, 
 
 
 def forward_flops(config: LlamaConfig, batch: int, seq: int) -> dict[str, int]:
-    """Matmul FLOPs of one forward pass: 2 for each multiply-add. Norms, RoPE and softmax are left out, as is usual.
+    """Matmul FLOPs of one forward pass: 2 for each multiply-add. Left out: norms, RoPE, softmax; also adapters.
 
     Attention counts the full [S, S] square, although a causal kernel may skip half of it. PaLM has the same
     convention (2204.02311, appendix B), so values are comparable between papers.
@@ -262,6 +262,8 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of the device with this name (torch.cuda.get_device_name), or None if unknown."""
+    if " MIG " in device_name:
+        return None  # a slice of a GPU
     for pattern, tflops in PEAK_TFLOPS:
         if re.search(pattern, device_name, re.IGNORECASE):
             return tflops * 1e12
@@ -344,7 +346,7 @@ def tables() -> list[str]:
 def held_by_training(recipe: Recipe, config: LlamaConfig) -> int:
     """Train `config` for one step by `recipe`, and count the bytes that are still stored afterwards.
 
-    Only tensors with one element per weight count; AdamW also has a 4-byte counter for every weight matrix.
+    Only tensors with one element per weight count; AdamW also has a 4-byte counter for every parameter.
     """
     model = Llama(config).to(torch.float32 if recipe.weights == 4 else torch.bfloat16)
     masters = [p.detach().float() if recipe.master_weights else p for p in model.parameters()]

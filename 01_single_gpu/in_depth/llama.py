@@ -147,8 +147,8 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of every rotation angle, [..., S, D/2], in fp32 for every dtype of the model.
 
-    bf16 has 8 significant bits and cannot distinguish positions 1000 and 1001, so distant tokens would rotate
-    alike. `positions` are an argument, because a context-parallel rank's tokens do not start at 0.
+    bf16 has 8 significant bits and cannot distinguish positions 1000 and 1001, so neighbours far along would
+    rotate alike. `positions` are an argument, because a context-parallel rank's tokens do not start at 0.
     """
     angle = positions[..., None].float() * rope_frequencies(head_dim, theta, scaling, positions.device)
     return angle.cos(), angle.sin()
@@ -170,7 +170,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     """softmax(q kᵀ / sqrt(D)) v by PyTorch's fused kernel. q [B, S, N, D], k and v [B, S, N_kv, D] -> [B, S, N, D].
 
-    With `enable_gqa` the kernel reads each K/V head G times, and no G copies of it are written to memory.
+    With `enable_gqa` the kernel reads each K/V head G times and writes no copies; on CUDA in bf16 and fp16 only.
     """
     q = q.transpose(1, 2)  # [B, S, N, D] -> [B, N, S, D]
     k = k.transpose(1, 2)
@@ -219,7 +219,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 class Parts:
     """The functions of a model. A later chapter replaces one: `Llama(config, replace(Parts(), norm=fused))`.
 
-    The last three fuse two or more of the others, if a later chapter has such a function. None: not fused.
+    The last three fuse several operations, if a later chapter has such a function. None: not fused.
     """
 
     attention: Callable[..., Tensor] = attention  # (q, k, v, *, causal)
@@ -262,7 +262,7 @@ class OneInput(torch.autograd.Function):
 def linears_of_one_input(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """`linear(x, weight)` for each weight; x [..., in], weight [out, in] -> [..., out]. For `Parts.linears`.
 
-    Under autocast x and weights are cast as in `linear`, which does not change float64.
+    Under autocast x and weights are cast as `linear` casts them: all but float64.
     """
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -459,8 +459,8 @@ class Llama(nn.Module):
         init_weights(self, seed=0)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """tokens [B, S] -> logits [B, S, V]; with labels [B, S], the sum of their losses, if possible with
-        output layer and loss fused. `positions` ([S] or [B, S]) are 0..S-1 unless given."""
+        """tokens [B, S] -> logits [B, S, V]; with labels [B, S], the sum of their losses. `Parts` may fuse
+        output layer and loss. `positions` ([S] or [B, S]) are 0..S-1 unless given."""
         hidden = self.model(tokens, positions)
         if labels is None:
             return self.lm_head(hidden)

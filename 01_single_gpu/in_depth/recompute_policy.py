@@ -11,7 +11,7 @@ The idea. Decide for each operation:
     keep       8 H + 2 N_kv D + N + 4 F + 2                    nothing
     products   5 H + 2 N_kv D + N + 2 F                        norms, RoPE, SwiGLU: no matrix product at all
     full       H                                               everything but `down_proj`
-    host       nothing: `keep`'s bytes are on the host         nothing, but each byte crosses the bus twice
+    host       nothing: `keep`'s bytes are on the host         nothing, but bytes cross the bus, back once per use
 
     bytes |keep                                 and for a budget: the cheapest mixture that fits. Blocks are
           | \\                                   equal, so some blocks get one policy and the rest the next.
@@ -21,8 +21,8 @@ The idea. Decide for each operation:
           +-------------- FLOPs again
 
 The bytes are exact (fp32, fused attention of the CPU), the FLOPs are as counted by torch. PyTorch's selective
-checkpoint calls the policy for every operation, and in the second run returns the saved results instead of
-running it. `host` waits for each copy; chapter 8 overlaps the copies with computation.
+checkpoint calls the policy for every operation, and the second run takes what was saved instead of
+computing it. `host` waits for each copy; chapter 8 overlaps the copies with computation.
 
     python recompute_policy.py             gradients, bytes and FLOPs of each policy and of budgets; ends with PASS
     python recompute_policy.py --tables    the table of README.md
@@ -174,7 +174,7 @@ def block_flops(config: LlamaConfig, batch: int, seq: int, policy: str) -> int:
 
 
 def by_budget(config: LlamaConfig, batch: int, seq: int, budget: int) -> list[str]:
-    """A policy for each block: together at most `budget` bytes, with as little recomputation as possible.
+    """A policy for each block: together at most `budget` bytes, with the fewest matmul FLOPs recomputed.
 
     The first blocks recompute more, because in backward they come last, when the others have been freed.
     ValueError if not even `full` fits.
@@ -213,9 +213,9 @@ def kept(model: Llama, tokens: Tensor, host: Host | None = None) -> tuple[int, i
 
 def predicted(config: LlamaConfig, batch: int, seq: int, policies: Sequence[str]) -> int:
     around = activations(config, batch, seq)
-    rest = around["last norm"] + around["log-probabilities"] - 4 + 8 * batch * seq
+    rest = around["last norm"] + around["log-probabilities"] - 4 + 8 * batch * seq  # 8 B S: the labels
     rest += around["RoPE tables (fp32)"] * any(policy != HOST for policy in policies)
-    return rest + sum(block_bytes(config, batch, seq, policy) for policy in policies)  # 8 B S: the labels
+    return rest + sum(block_bytes(config, batch, seq, policy) for policy in policies)
 
 
 def predicted_on_host(config: LlamaConfig, batch: int, seq: int, policies: Sequence[str]) -> int:

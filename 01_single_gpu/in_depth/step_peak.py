@@ -78,7 +78,7 @@ def whole_block(config: LlamaConfig, batch: int, seq: int, precision: str) -> in
 
 
 def kept_for_backward(config: LlamaConfig, batch: int, seq: int, precision: str, recompute: str) -> dict[str, int]:
-    """Bytes that autograd saves from forward to backward, without tokens and labels, stored anyway."""
+    """Bytes that autograd saves from forward to backward, but for tokens and labels (see `held`)."""
     c = config
     T = batch * seq
     if precision != "bf16 autocast":
@@ -132,9 +132,9 @@ def step_moments(
         block += whole_block(c, batch, seq, precision) - (0 if precision == "bf16 weights" else stream * T * c.hidden)
     wide = T * c.intermediate
     weight = c.hidden * c.intermediate
-    spike = max(2 * e * wide, e * (wide + weight))  # of silu(gate) and up; or of `down` and of what it read
+    spike = max(2 * e * wide, e * (wide + weight))  # gradients of silu, up; or of `down`'s input and weight
     if precision == "bf16 autocast":
-        # `down`: also the gradient cast to bf16, then its weight's gradient cast back, without the cast.
+        # `down`: + the gradient in bf16; its weight's in fp32; silu's and up's. Used casts are freed.
         spike = max(2 * T * c.hidden + 2 * (wide + weight), 4 * weight, 4 * wide - 2 * weight)
     forward = all_kept + 4 * T * c.vocab_size  # logits and log-probabilities
     if precision == "bf16 autocast" and recompute == "full":

@@ -2,7 +2,7 @@ r"""Chapter 1: train a Llama on one device, and see what a training step stores 
 
 The problem. A training step is four lines: zero the gradients, forward, backward, optimizer. Nearly every
 mistake of distributed training is already possible in them: a loss divided in the wrong place, a mean of
-means, a label that is off by one, another device's peak FLOP/s. Here they are right once, and can be checked.
+means, a label that is off by one, another device's peak FLOP/s. Here they are right, and can be checked.
 
 The idea. A batch that does not fit is split into micro-batches, and gradients add up:
 
@@ -323,11 +323,11 @@ def check(args: argparse.Namespace) -> None:
     if args.profile:
         there = next(path for path in (args.profile, *args.profile.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
-            raise ValueError(f"--profile {args.profile}: no folder can be made there ({there} is in the way)")
+            raise ValueError(f"--profile {args.profile}: no folder can be made there (see {there})")
 
 
 def usable_device(name: str) -> torch.device:
-    """ValueError for a device on which this script cannot train: meta has no values, mps no byte counter."""
+    """ValueError for a device on which this script cannot train: meta has no values, mps is not covered."""
     device = torch.device(name)
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise ValueError(f"--device {name}: use cpu or cuda")
@@ -371,10 +371,12 @@ def parse_arguments() -> argparse.Namespace:
         args.device = usable_device(args.device)
         precision = "bf16 autocast" if args.bf16 else "fp32"
         where, need = peak(args.config, args.micro_batch, args.seq, args.accumulation, precision, args.recompute)
+        if args.accumulation == 1:
+            need -= 4 * parameters(args.config)  # until the backward pass there are no gradients
         if need > (there := memory_of(args.device)):  # the purpose of the formula
             raise ValueError(
                 f"--hidden {args.hidden} --layers {args.layers} --micro-batch {args.micro_batch} --seq {args.seq}: "
-                f"a step peaks at {need / GB:,.1f} GB ({where}), and {args.device} has {there / GB:,.1f}"
+                f"a step needs {need / GB:,.1f} GB or more ({where}), and {args.device} has {there / GB:,.1f}"
             )
     except (ValueError, RuntimeError) as error:
         parser.error(str(error).splitlines()[0])

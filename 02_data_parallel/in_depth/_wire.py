@@ -35,7 +35,7 @@ def why_not() -> str:
 
 
 def count(ranks: int, numel: int) -> dict[str, int]:
-    """Bytes on the wire by collective, of all ranks, headers included, for one sum of `numel` float32."""
+    """Bytes on the wire by collective, all ranks, with headers and two barriers, for one sum of `numel` float32."""
     command = ["unshare", "-rn", sys.executable, __file__, str(ranks), str(numel)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:

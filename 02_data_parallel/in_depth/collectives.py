@@ -13,7 +13,7 @@ Idea. Schedule the messages so that every link is busy in every round. Two patte
     ring   0 ──> 1 ──> 2           Split the tensor into P chunks. In every round each rank sends one chunk to
            ^           │           the right and receives another from the left. It takes many rounds, but all
            └──── 3 <───┘           links are always busy: good for large messages, where bytes matter.
-                                   No all-reduce can send fewer bytes.
+                                   No all-reduce among ranks sends fewer.
 
 Results for P = 2, the tensors [a0 a1] on rank 0 and [b0 b1] on rank 1, and rank 0 as the root:
 
@@ -30,7 +30,7 @@ tensor (Thakur, Rabenseifner & Gropp 2005), and `bytes_sent` the exact bytes tha
 all-reduce takes 2(P-1)α + 2(P-1)/P·nβ, and Patarasuk & Yuan 2009 prove that its volume is the least possible.
 
     python collectives.py                                   one rank: nothing has to be sent
-    torchrun --nproc_per_node 4 collectives.py              Gloo on CPUs; NCCL if there is a GPU for each rank
+    torchrun --nproc_per_node 4 collectives.py              Gloo on CPUs; NCCL on GPUs, one for each rank
     torchrun --nproc_per_node 4 collectives.py --numel 3    fewer elements than ranks
 
 Each is compared with torch.distributed's own and its bytes are counted, on every rank. The last line is PASS.
@@ -423,7 +423,7 @@ def seconds(name: str, n: int, world: int, alpha: float, beta: float) -> float:
 
 
 def bytes_sent(name: str, numel: int, element_size: int, world: int, rank: int, root: int = 0) -> int:
-    """The exact bytes that this rank sends, even if P does not divide numel, the elements of the full tensor.
+    """The exact bytes that this rank sends, for a full tensor of any number of elements, `numel`.
 
     The full tensor of a gather or all-gather is `out`. An all-to-all must split like `chunks_of`.
     """
@@ -539,8 +539,8 @@ def main() -> None:
     options: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if on_gpu:
         torch.cuda.set_device(device)
-        options["device_id"] = device  # opens NCCL's communicator now, with all ranks: rounds may have two
-    # torch.distributed.nn is imported on top because SentBytes imports it. Imported while a group exists, it
+        options["device_id"] = device  # open NCCL's communicator now, with all ranks: a round may have 2
+    # torch.distributed.nn is imported above, or SentBytes would import it. Imported while a group exists, it
     # would keep the group alive after destroy_process_group, and Gloo's threads could abort the exit.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60), **options)
     group = dist.group.WORLD

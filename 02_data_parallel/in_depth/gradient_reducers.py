@@ -110,7 +110,7 @@ def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], N
 def cut_into_buckets(
     parameters: list[nn.Parameter], bucket_bytes: int, first_bytes: int | None = None
 ) -> list[list[nn.Parameter]]:
-    """Buckets of one device and dtype each, filled in the order of `parameters` up to `bucket_bytes`.
+    """Buckets of one device and dtype each, filled in the order of `parameters` until full (`bucket_bytes`).
 
     The first can be smaller (`first_bytes`), so that communication starts early.
     """
@@ -128,7 +128,7 @@ def cut_into_buckets(
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """A named range in a profiler's trace. Without one it is a no-op, because 50 names per step cost time."""
+    """A named range in a profiler's trace. With no profiler a no-op, because 50 names per step cost time."""
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
@@ -471,7 +471,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = OneLineParser(description="Data parallelism in three versions.", allow_abbrev=False)
     parser.add_argument("--version", choices=VERSIONS, default="bucketed")
     parser.add_argument("--all-reduce", choices=["torch", "ring"], default="torch", help="ring: that of collectives.py")
-    parser.add_argument("--bucket-kib", type=int, help="size of a bucket; 256 unless you say so")
+    parser.add_argument("--bucket-kib", type=int, help="size of a bucket; default: 256")
     parser.add_argument("--profile", type=folder, metavar="DIR", help="write the traces of one step to DIR")
     args = parser.parse_args()
     if args.bucket_kib is not None and args.bucket_kib < 1:

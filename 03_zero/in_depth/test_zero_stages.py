@@ -664,8 +664,8 @@ def refused() -> list[tuple[str, str]]:
     used.state[model.head.weight]["momentum_buffer"] = torch.zeros(1)
     without_a_norm = [p for p in model.parameters() if p is not model.norm.weight]
     cases = [
-        (torch.optim.Adafactor(model.parameters()), "Adafactor may look at whole tensors"),
-        (torch.optim.Adagrad(model.parameters()), "Adagrad may look at whole tensors"),
+        (torch.optim.Adafactor(model.parameters()), "Adafactor cannot be sharded"),
+        (torch.optim.Adagrad(model.parameters()), "Adagrad cannot be sharded"),
         (torch.optim.AdamW(model.parameters(), differentiable=True, foreach=False), "differentiable=True"),
         (torch.optim.AdamW(mixed(capturable=True)), "capturable=True"),  # in one group of two
         (torch.optim.SGD(without_a_norm, lr=1.0), "'norm.weight'"),

@@ -6,9 +6,9 @@ Idea. Split the model into units: each layer is one, the rest is the root unit. 
 buffer, of which each rank owns a shard. Gather it before the unit computes and drop it afterwards. Backward
 gathers it again to compute the gradient of the unit's input. While one unit computes, prefetch the next:
 
-    forward            backward
-    gather  0 1 2 3    .  2 1 0 .          .  unit 3, the last, stays gathered: backward needs it first
-    compute   0 1 2 3  3  2 1 0
+    forward             backward
+    gather  0 1 2 3   . 2 1 0              .  unit 3, the last, stays gathered: backward needs it first
+    compute   0 1 2 3   3 2 1 0
     drop        0 1 2     3 2 1 0
     reduce                3 2 1 0          reduce-scatter of the gradients, as in stage 2
 
@@ -22,7 +22,7 @@ tensor for each gather, autograd would keep them all, and stage 3 would store mo
 
 Formulas, for Psi parameters, K bytes of state each, weights and gradients of 2 bytes (arXiv 1910.02054, 5.3 and 7.2):
     stores  (2 + 2 + K) Psi / N                          each unit padded to a multiple of N
-    peak    + 2 (root) + 2 (two units)                   weights in flight
+    peak    + 2 (root) + 2 (two units)                   gathered weights
             + 2 (root) + 2 (two units)                   gradients: of the unit that computes, and of one being reduced
     sends   3 (2 Psi) (N-1)/N                            less (2 kept)(N-1)/N for the last unit and the root
 PyTorch's FSDP has the same mechanism: Zhao et al. 2023 (arXiv 2304.11277), sections 3.2 and 3.3.
@@ -172,7 +172,7 @@ class Zero3(Zero2):
     # ---- which unit owns a parameter
 
     def make_buckets(self) -> list[Bucket]:
-        """One bucket for each unit, dtype and device; last unit first, in the order of backward."""
+        """One bucket for each unit, dtype and device: the root, then the units from last to first."""
         names = self.everything
         every = set(self.module.parameters())
         owner: dict[nn.Parameter, Unit] = {}
@@ -430,8 +430,8 @@ def main() -> None:
             return made[-1]
 
         rows = demo(3, make, group, device)
-        events = made[0].events
-        units = len(made[0].units)  # of the last step
+        events = made[0].events  # of the last step
+        units = len(made[0].units)
         made.clear()  # it refers to the group, which is destroyed next
         early = all(
             events.index(("gather", f"unit {n + 1}")) < events.index(("forward done", f"unit {n}"))

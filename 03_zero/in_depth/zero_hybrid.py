@@ -75,7 +75,7 @@ def grid(ranks: int, shards: int) -> tuple[list[list[int]], list[list[int]]]:
 def make_groups(shards: int, timeout: float = 60.0) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """My group of shards and my group of copies. All ranks of the world create all groups, in one order.
 
-    `timeout` in seconds: a new group has its backend's, not the world's, half an hour with Gloo.
+    `timeout` in seconds: the default is the backend's (Gloo: half an hour), not the world's.
     """
     mine: list[Any] = []
     for groups in grid(dist.get_world_size(), shards):
@@ -157,10 +157,11 @@ def measure(
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--shards", type=int, help="ranks that share one copy; default: half of them, or the only one")
+    parser.add_argument("--shards", type=int, help="ranks that share one copy; default: half of them, or all if odd")
     args = parser.parse_checked()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    shards = args.shards if args.shards is not None else max(ranks // 2, 1)
+    half = ranks if ranks % 2 else ranks // 2
+    shards = half if args.shards is None else args.shards
     if shards < 1 or ranks % shards:
         parser.error(f"--shards {shards} does not divide {ranks} rank(s)")
     with world() as (group, device):

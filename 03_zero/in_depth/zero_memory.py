@@ -74,7 +74,7 @@ def largest_model(memory: float, stage: int, ranks: int) -> float:
 def bytes_sent(
     stage: int, ranks: int, gradients: int, kept: int = 0, micro_batches: int = 1, weights: int | None = None
 ) -> float:
-    """Bytes each rank sends per step, for gradients and weights of so many bytes (default: equally many).
+    """Bytes each rank sends per step. `gradients` and `weights`: bytes of all (default: as many).
 
     Payloads times the ring's formula. With fp32 reduction and bf16 weights, weights = gradients / 2.
 

@@ -81,7 +81,7 @@ def bytes_over_the_link(ranks: int, gradients: int, weights: int, micro_batches:
 
 
 def paper_table() -> list[str]:
-    """The largest model whose states fit in 32 GB at stage 2, with and without its optimizer on the host."""
+    """The largest model whose states fit in 32 GB: at stage 2, and offloaded at stages 2 and 3."""
     rows = {
         f"{ranks} ranks": [
             f"{largest_model(32 * GB, 2, ranks) / 1e9:.3g}B",
@@ -343,7 +343,7 @@ def demo(stage: int, make: Callable[..., Offload2], group: dist.ProcessGroup, de
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--stage", type=int, choices=[2, 3], default=2, help="which stage lends its optimizer out")
+    parser.add_argument("--stage", type=int, choices=[2, 3], default=2, help="the stage that is offloaded")
     args = parser.parse_checked()
 
     def make(module: Any, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> Offload2:

@@ -72,7 +72,7 @@ class Travelling(nn.Parameter):
     It refers to the gather only, so that an unused weight does not keep the optimizer alive.
     """
 
-    arrival = Arrival(0, [], [])  # for a deep copy, which has this class but has waited when it was made
+    arrival = Arrival(0, [], [])  # of a deep copy: it has this class, but the copying has waited
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -46,7 +46,7 @@ perfect allocator. On a GPU the demo also prints what PyTorch's caching allocato
 
 Formulas, for G bytes to be reduced and a buffer of C bytes:
     messages    ceil(G / C)           temporary memory    C, instead of G
-    sent        2 (P-1)/P G           as with one buffer: nothing is sent twice
+    sent        2 (N-1)/N G           as with one buffer: nothing is sent twice
 
 Run it:
     python zero_r.py                                         one rank, CPU or GPU
@@ -534,7 +534,7 @@ class _Recompute(torch.autograd.Function):
         ctx.random = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
         dtype = torch.get_autocast_dtype(x.device.type)
         enabled = torch.is_autocast_enabled(x.device.type)
-        ctx.autocast = torch.autocast(x.device.type, dtype, enabled)  # today's state, for the recomputation
+        ctx.autocast = torch.autocast(x.device.type, dtype, enabled)  # as in forward, for recomputation
         y = layer(x)  # inside forward() autograd records nothing, so no activation of the layer is saved
         tensor, ctx.rest = keeper.keep(x)
         ctx.graph = Graph()
@@ -737,7 +737,7 @@ def constant_buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list
 
 
 def buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list[Row]:
-    """C_B against one large message; the heap of a step without and with M_D, also on a device in between."""
+    """C_B against one large message; the heap of a step without and with M_D; a device between the two."""
     rows = constant_buffer_rows(group, device)
     plain, _ = recorded_step(False)
     moved, arenas = recorded_step(True)

@@ -220,7 +220,7 @@ class Zero1:
 
     Gradients are summed over the group, not averaged, because the loss is already divided by the global
     number of tokens. With `master=torch.float32` the optimizer updates an fp32 copy of a bf16 model's shard.
-    A frozen parameter keeps its value on rank 0, a tied one counts once. A trainable parameter without a gradient
+    A frozen parameter gets rank 0's value, a tied one counts once. A trainable parameter without a gradient
     on any rank has gradient zero (torch's optimizers would skip it; here its weight decays and its momentum
     fades).
 
@@ -446,7 +446,7 @@ class Zero1:
 
     def finish(self) -> None:
         """Start the reductions that have not started, and wait for all. Every rank calls it after each
-        synchronizing backward pass. Until then gradients may not be summed, and `step` and `clip_grad_norm`
+        synchronizing backward pass. Until then some may not be summed yet, and `step` and `clip_grad_norm`
         raise.
         """
         if self.finished and self.stage == 1:  # a second reduction would count this rank's shard twice
@@ -462,7 +462,7 @@ class Zero1:
     # ---- norm, update
 
     def check_finished(self) -> None:
-        """RuntimeError if a reduction is pending or missing; three of nine weights would be silently off."""
+        """RuntimeError if a reduction is pending or missing: some weights would be silently off."""
         if not self.finished:
             raise RuntimeError(
                 f"stage {self.stage}: gradients are not summed yet; call finish() after backward, on every rank, or "
@@ -716,7 +716,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, 
         raise ValueError("the module has no trainable parameter; set requires_grad on at least one")
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(known.__name__ for known in ELEMENTWISE)
-        raise ValueError(f"{kind} may look at whole tensors, but a shard holds only a slice of {first!r}; use {known}")
+        raise ValueError(f"{kind} cannot be sharded: a shard holds only a slice of {first!r}; use {known}")
     if optimizer.state:
         raise ValueError(f"{kind} has states already (of {first!r}, say); give a new one, then load_full_state_dict()")
     for option in ("differentiable", "capturable"):

@@ -152,7 +152,7 @@ def must_be_same(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def options(about: str | None, figures: bool = False) -> argparse.Namespace:
-    """The command line's options. An unknown one is one line and exit code 2, before any rank starts."""
+    """The command line's options. An unknown one ends in one line and exit code 2; no rank starts."""
     parser = OneLineParser(description=(about or "").partition("\n")[0], allow_abbrev=False)
     if figures:
         parser.add_argument("--figures", action="store_true", help="measure nothing; draw the figures from the results")

@@ -26,7 +26,7 @@ pieces. Autograd would choose its own order, so each piece has its own graph and
 Formulas, for L blocks, n = B S H e bytes:
     sent              L 8 (t-1)/t n, as without halves, but in twice as many messages of half the size
     not hidden        1 of 4 L sums each way, the last; with sequence parallel also 1 of 4 L gathers, the first
-    saved             as `column_simple` (parallel_block.kept_bytes, gather_again=False); bf16: + norm inputs
+    saved             as `column_simple` (kept_bytes with gather_again=False); in bf16 also the norms' inputs
     products          twice as many with half the rows each: every weight is read twice, and small products
                       are less efficient than large ones
 
@@ -72,7 +72,7 @@ from torch.autograd.graph import get_gradient_edge
 
 # Legend of shapes: B batch (of one half, inside the schedule), S sequence, H hidden, t ranks of the tensor group. S/t
 # is S sharded over that group. A sublayer is a norm and attention, or a norm and an MLP: two to a block.
-Log = Callable[[str], object]  # receives the events in order: "into 1" is the first part of a turn of half 1
+Log = Callable[[str], object]  # receives the events in order: "into 1" is half 1's products into heads or columns
 
 
 # ----------------------------------------------------------------------------------------- messages in flight
@@ -443,8 +443,8 @@ def demo(args: argparse.Namespace, config: Config, group: dist.ProcessGroup, dev
         report.add("bytes kept for backward", want, kept, kept >= want if device.type != "cpu" else None)
         messages = 4 * L * (1 + sequence)
         behind = (messages - 1 - sequence, messages)
-        report.add("sent behind a product, of all, forward", behind, hidden(events[:middle]))
-        report.add("sent behind a product, of all, backward", behind, hidden(events[middle:]))
+        report.add("hidden messages, all messages: forward", behind, hidden(events[:middle]))
+        report.add("hidden messages, all messages: backward", behind, hidden(events[middle:]))
     return report.finish()
 
 

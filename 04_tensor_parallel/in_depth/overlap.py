@@ -6,13 +6,13 @@ the result: a norm cannot start before f* is done. So each block waits four time
 Idea 1: backward has two products, dx = dy W and dW = dyᵀ x, and only dx is sent. Send it first, then compute
 dW. Sequence parallel gives a second overlap: x must be gathered again for dW, but not for dx.
 
-    simple       | dx | all-reduce dx ... | dW |        | gather x | dx | dW | reduce-scatter dx |
+    simple       | dW | dx | all-reduce dx ... |        | gather x | dW | dx | reduce-scatter dx | (gather-again)
     overlapped   | dx | dW ............. |              | dx ..... | dW .............. |
                       | all-reduce dx .. |              | gather x | reduce-scatter dx |
 
 Idea 2: split the collective into the t - 1 steps of a ring, and the product into t chunks of S/t tokens. A
 product of a gathered x starts with the local chunk; a sum sends one chunk and computes the next (Wang et al.
-2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023, pages 93-106).
+2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS).
 
     all-gather, then product: rank 1 of 4      | x1 W | x0 W | x3 W | x2 W |       computes
                                                | x0   | x3   | x2   |              receives from rank 0, meanwhile
@@ -22,13 +22,13 @@ product of a gathered x starts with the local chunk; a sum sends one chunk and c
 domino.py continues: it splits the batch and hides one half's messages behind the other's products.
 
 Formulas, n = B S H e bytes. The ring sends as much as the collective: t - 1 chunks of n/t bytes.
-    time of an all-reduce by a ring      2(t-1) (α + n/t β), β of its slowest link      Thakur et al. 2005
+    ring all-reduce   2(t-1) (α + n/t β), α seconds per step, β per byte, slowest link  Thakur et al. 2005
 
 Run it:
     python overlap.py                                                           one rank, CPU or GPU
     torchrun --nproc_per_node 4 overlap.py                                      Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 overlap.py --nic-gbs 100 --latency-us 5         another cluster
-The demo compares all versions, shows the order of events, and prints the time of a Llama 3 70B block on 1 to
+The demo compares all versions, counts products behind a message, and prints the time of a Llama 3 70B block on 1 to
 32 GPUs: why tensor parallelism stays in a node. The last line is PASS, or it exits with 1 and a reason.
 """
 

@@ -14,8 +14,8 @@ by heads, because attention mixes tokens but no heads.
     stored on 4 ranks                        rank 0      rank 1      rank 2      rank 3
     query heads, N = 8                       0, 1        2, 3        4, 5        6, 7
     key/value heads, N_kv = 4                0           1           2           3
-    key/value heads, N_kv = 2                0           0           1           1        copies, gradients
-    tokens of x, S = 8, sequence parallel    0, 1        2, 3        4, 5        6, 7     are summed
+    key/value heads, N_kv = 2                0           0           1           1        copies: sum gradients
+    tokens of x, S = 8, sequence parallel    0, 1        2, 3        4, 5        6, 7
 
 Partial gradients. Two ranks with the same key/value head use it for different query heads; with sequence
 parallel, ranks with the same norm weight see different tokens. `sync_replicated_gradients` sums them.
@@ -25,7 +25,7 @@ are counted as in 2205.05198, section 4.1, but for RMSNorm, SwiGLU, grouped head
     sent                        8 (t-1)/t n e  as 4 all-reduces, or as 4 all-gathers and 4 reduce-scatters;
                                 2 (t-1)/t n e  in 2 more all-gathers, of what sequence parallel did not save
     saved outside the products  (6 n + 2 B S) e h                     see `kept_bytes`; + 2 n h with dropout
-    saved inside                (2 n + 2 B S D N_kv + 4 B S F + B S N) e / t    or 1 of N_kv heads if t > N_kv
+    saved inside                (2 n + 2 B S D max(N_kv, t) + 4 B S F + B S N) e / t
 
 Run it:
     python parallel_block.py                                                     one rank, CPU or GPU
@@ -214,8 +214,8 @@ def sum_over_holders(grads: list[Tensor], held: list[Shard], group: dist.Process
 def sync_replicated_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Sum partial gradients after a step's last backward, before or after the sum over data-parallel ranks.
 
-    Partial are norm weights under sequence parallel (each rank saw S/t tokens), and K and V with more ranks
-    than key/value heads (each rank saw its own query heads). They are parts of one gradient: sum, not mean.
+    Partial: weights of norms with sequence parallel (S/t tokens), of norms of q and k, of K and V if ranks share
+    heads, and of an adapter's replicated matrix (own heads or columns). Parts of one gradient: sum, not mean.
     """
     found = [(model.get_parameter(name), shard) for name, shard in shards(model).items() if shard.partial]
     found = [(p, shard) for p, shard in found if p.grad is not None]
@@ -357,11 +357,11 @@ class ParallelBlock(nn.Module):
 def check_sizes(config: Config, ranks: int, sequence: int = 0) -> None:
     """ValueError with one line that names fitting sizes. `sequence`: its length, if ranks have S/t tokens."""
     own = getattr(config, "own_head_dim", 0)  # then the hidden size does not matter
-    if (not own and config.hidden % config.heads) or head_dim_of(config) % 2:
-        least = 2 * config.heads
-        raise ValueError(
-            f"hidden {config.hidden} is no even number per head of {config.heads}; use a multiple of {least}"
-        )
+    if own % 2:
+        raise ValueError(f"own-head-dim {own} is odd; use an even number")
+    least = 2 * config.heads
+    if not own and config.hidden % least:
+        raise ValueError(f"hidden {config.hidden} / {config.heads} heads is not even; use a multiple of {least}")
     if config.heads % config.kv_heads:
         fitting = ", ".join(str(n) for n in range(1, config.heads + 1) if config.heads % n == 0)
         raise ValueError(f"kv-heads {config.kv_heads} do not divide {config.heads} heads; use {fitting}")
@@ -541,7 +541,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     args = parser.parse_args()
     if not 0 <= args.dropout < 1:
-        parser.error(f"--dropout {args.dropout} is no rate; use 0 or more, and less than 1")
+        parser.error(f"--dropout {args.dropout} is not a rate; use 0 or more, less than 1")
     for option in ("hidden", "heads", "kv_heads", "intermediate", "sequence"):
         if not 1 <= getattr(args, option) <= 4096:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)} is not in 1 .. 4096")

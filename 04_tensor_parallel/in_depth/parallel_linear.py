@@ -150,8 +150,8 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def column_simple(x: Tensor, weights: Sequence[Tensor], tp: TensorParallel, linear: Callable) -> Columns:
-    """Version 1: operators around `linear`. All weights (q, k and v) share x, so autograd first sums its
-    gradients, and f or g sends them once. With sequence parallel it saves the gathered x, S tokens."""
+    """Version 1: operators around `linear`. All weights (q, k and v) share x, so autograd first sums
+    dx over them, and f or g sends the sum. With sequence parallel it saves the gathered x, S tokens."""
     (x,) = under_autocast(x)
     # --- exercise 4.22: one collective for several products of the same input ---
     whole = g(x, tp.group) if tp.sequence_parallel else f(x, tp.group)
@@ -363,7 +363,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 def columns(x: Tensor, layers: Sequence[nn.Module]) -> Columns:
-    """The outputs of several layers of x. The plain ones gather x, and send its gradient, once together.
+    """The outputs of several layers of x. Those of this file's class gather x, and sum dx, together.
 
     Each layer is called, so that its hooks run. A layer of another class, or with hooks that see x first or
     its gradient, is called with x alone and needs a collective of its own.

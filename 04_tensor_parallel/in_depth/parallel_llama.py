@@ -3,8 +3,8 @@
 Problem. The largest matrices of a small model, and the largest activation of any model, have the vocabulary
 as a dimension: logits are [B, S, V], and V is 128 thousand in Llama 3. Gathering them would undo all savings.
 
-Idea. Shard the vocabulary too. A rank looks up its own tokens and returns zeros for all others; f* or g* sums
-these to the embedding. A rank computes the logits of its tokens, column parallel. From the other ranks'
+Idea. Shard the vocabulary too. A rank looks up the words it stores, with zeros for all others; f* or g* sums
+over the ranks. A rank computes the logits of its words, column parallel. From the other ranks'
 logits the loss needs three values per token: the maximum, the sum of exponentials, and the one at the label.
 
     V = 10, 4 ranks     rank 0     rank 1     rank 2     rank 3
@@ -19,8 +19,8 @@ logits the loss needs three values per token: the maximum, the sum of exponentia
 
 Formulas, e bytes per element, T = B S tokens, n = T H e:
     collectives in a step   embedding 1, blocks 4 L, lm_head 1 in backward, loss 2 (of T and of 2 T elements)
-    sent by a rank          (4 L + 2) 2(t-1)/t n  +  (T + 2 T) 2(t-1)/t e            without sequence parallel
-    logits on a rank        T V e / t, and never more
+    sent by a rank          (4 L + 2) 2(t-1)/t n  +  (T + 2 T) 2(t-1)/t max(e, 4)    without sequence parallel
+    logits on a rank        T V e / t: never gathered
     weights on a rank       2 ⌈V/t⌉ H + L ((2 H² + 3 H F) / t + 2 H D max(N_kv/t, 1) + 2 H) + H elements
 
 Run it:
@@ -151,7 +151,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
     """SUM of -log p(label) over valid labels, equal on all ranks, in fp32 or better.
 
-    logits [B, S, V/t] of this rank's tokens, labels [B, S] with -100 for none. It is a sum: divide by the
+    logits [B, S, V/t] of this rank's words, labels [B, S] with -100 for none. It is a sum: divide by the
     number of valid tokens in the global batch. Raises ValueError for a label outside the vocabulary, and for
     gathered logits: t copies would give a softmax over t V tokens, and a loss too large by log t.
     """
@@ -227,7 +227,7 @@ class ParallelLlama(nn.Module):
         self.parts = parts or Parts()
         self.model = ParallelDecoder(config, tp, self.parts, feed_forward, wrap, through, p)
         self.lm_head = ColumnParallelLinear(config.hidden, config.vocab_size, tp, self.parts.linear)
-        if config.tied:  # both are split by tokens, so a rank has the same rows of both
+        if config.tied:  # both are split by words, so a rank has the same rows of both
             self.lm_head.weight = self.model.embed_tokens.weight
         init_weights(self, config.layers, seed=0)
 
@@ -284,7 +284,7 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Copy this rank's piece of each full tensor to the parameter of that name.
 
     Raises ValueError, and changes nothing, if `state` is of another model: a name is missing or unexpected,
-    or a shape differs. A tied parameter has two names; one of them is enough, and both must be equal.
+    or a shape differs. A tied parameter has two names; one of them is enough, two must be equal.
     """
     held = shards(model)
     names_of: dict[int, list[str]] = {}
@@ -348,7 +348,7 @@ def reference_logits(w: dict[str, Tensor], tokens: Tensor, config: Config, drops
 
 
 def weights_per_rank(config: Config, t: int) -> int:
-    """Elements of the parameters on one rank."""
+    """Elements of the parameters on one rank, with lm_head not tied, without adapters."""
     H = config.hidden
     D = head_dim_of(config)
     q = config.heads * D

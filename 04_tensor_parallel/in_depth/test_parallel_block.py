@@ -388,10 +388,10 @@ def test_dropout_does_not_take_the_place_of_another_attention_which_may_speak_to
         ({"heads": 12, "hidden": 48, "kv_heads": 4}, 6, 0, "kv-heads 4 and 6 ranks"),
         ({"intermediate": 26}, 4, 0, "do not divide intermediate size 26; use 1, 2, 13, 26 ranks"),
         ({"hidden": 36}, 2, 0, "hidden 36"),
-        ({"own_head_dim": 5}, 2, 0, "hidden 32 is no even number"),
+        ({"own_head_dim": 5}, 2, 0, "own-head-dim 5 is odd; use an even number"),
         ({"kv_heads": 3}, 2, 0, "kv-heads 3 do not divide 8 heads; use 1, 2, 4, 8"),
         ({}, 4, 10, "do not divide sequence 10; use 1, 2, 5, 10 ranks, or a multiple of 4"),
-        ({"hidden": 36}, 1, 0, "hidden 36 is no even number per head of 8; use a multiple of 16"),
+        ({"hidden": 36}, 1, 0, "hidden 36 / 8 heads is not even; use a multiple of 16"),
         ({"heads": 12, "hidden": 48, "kv_heads": 4}, 6, 0, "must divide the other; use 1, 2, 3, 6, 12 kv-heads"),
     ],
 )

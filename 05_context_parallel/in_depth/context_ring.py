@@ -70,7 +70,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def without_autocast(function: Callable) -> Callable:
-    """Under autocast a product would round what `at_least_fp32` has widened to 16 bits again."""
+    """Under autocast a product would round to 16 bits what `at_least_fp32` has widened."""
 
     @wraps(function)
     def run(x: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -264,7 +264,7 @@ class AllGather:
         """The gradient of this rank's K/V: the sum of the parts of all ranks."""
         assert self.contributions is not None
         home = torch.empty_like(self.contributions[0])
-        reduce_scatter(home, self.contributions.flatten(0, 1), group=self.group)  # a sum over query rows
+        reduce_scatter(home, self.contributions.flatten(0, 1), group=self.group)  # sums over the ranks
         return home
 
 
@@ -466,7 +466,7 @@ class Model(nn.Module):
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [B, S/P, N, D] by its tokens' positions in the full sequence. Angles are fp32 for any
-        dtype of x, because bf16 has 8 bits and cannot distinguish positions 1000 and 1001."""
+        dtype of x, because bf16 has 8 bits of precision: positions 1000 and 1001 are equal."""
         frequency = 10000.0 ** (-torch.arange(0, self.head_dim, 2, device=x.device).float() / self.head_dim)
         angle = (positions[:, None].float() * frequency)[:, None]  # [S/P, 1, D/2]
         a, b = x.chunk(2, dim=-1)
@@ -622,7 +622,7 @@ def check_model_options(parser: argparse.ArgumentParser, args: argparse.Namespac
     if args.seq < 3:  # of 2 tokens only the first has a label, and sees only itself: q and k have no gradient
         parser.error(f"--seq {args.seq} is too short for a token with a label to see another; use 3 or more")
     if args.seq > 16384:
-        parser.error(f"--seq {args.seq}: the reference writes down all scores of it; use 16384 or less")
+        parser.error(f"--seq {args.seq}: the demo stores all scores of a block; use 16384 or less")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count()
     if 0 < gpus < local:

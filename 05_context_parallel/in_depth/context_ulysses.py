@@ -15,8 +15,8 @@ unchanged. A second all-to-all returns the output to the first form.
       tokens 8..11   | rank 2            |  ---------->  tokens 8..11    | n | n | n | n |
       tokens 12..15  | rank 3            |               tokens 12..15   | 0 | 1 | 2 | 3 |
 
-Elements that a rank sends per layer in forward (M = S·H, batch 1; backward the same). The paper's form, left,
-counts full messages, of which (P-1)/P are sent to other ranks:
+Elements that a rank sends per layer in forward (M = S·H, batch 1; backward the same, the ring's more). As in the
+paper, all but the ring's count full messages, of which (P-1)/P are sent to other ranks:
     Ulysses, N K/V heads     4M/P                                       2309.14509, section 3.2
     Ulysses, N_kv K/V heads  (2 + 2 C/N) M/P                            C: K/V heads needed, over all ranks;
     Megatron's sequence par. 4M                                         max(N_kv, P) if one divides the other
@@ -33,7 +33,7 @@ Run it:
     python context_ulysses.py                                                     one rank, CPU or GPU
     torchrun --nproc_per_node 4 context_ulysses.py                                Gloo on CPU, NCCL on GPU
     torchrun --nproc_per_node 2 context_ulysses.py --version ulysses --attention window
-    python context_ulysses.py --cost-model                                        times, predicted, published
+    python context_ulysses.py --cost-model                                        TFLOPs predicted, published
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -341,7 +341,7 @@ def usp_positions(layout: str, S: int, ring_rank: int, R: int, ulysses_rank: int
 
 def usp_groups(P: int, U: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's (Ulysses group, ring group) in a world of P = R · U ranks: rank = ring_rank · U +
-    ulysses_rank. Ulysses sends more, so its ranks are consecutive. ValueError unless U divides P."""
+    ulysses_rank. Nothing hides all-to-alls, so their ranks are consecutive. ValueError unless U divides P."""
     if U < 1 or P % U:
         fits = ", ".join(str(u) for u in range(1, P + 1) if P % u == 0)
         raise ValueError(f"{P} ranks are not rows of {U} ranks of Ulysses; use rows of {fits}")
@@ -401,7 +401,7 @@ def sent_per_layer(kind: str, S: int, H: int, P: int, N: int, N_kv: int, rank: i
     """The exact number of elements that `rank` sends in the forward pass of one layer (batch 1). All ranks
     send the same, except in Ulysses if P does not divide N, or neither of N_kv and P divides the other.
 
-    ulysses   4 all-to-alls; over all ranks, backward the same  q and out of N heads, k and v as needed
+    ulysses   4 all-to-alls: q, out, the K/V heads needed      backward the same, summed over all ranks
     megatron  2 all-gathers and 2 reduce-scatters of [S, H]     tensor + sequence parallel (2205.05198)
     ring      P - 1 blocks of K and V                           its backward also sends dK and dV, in fp32
     """
@@ -565,8 +565,8 @@ def demo(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.devic
             step = partial(train_step, positions=positions.to(device), attention=attention, group=group)
             with Wire(swap, rank % swap) as wire:
                 error = against_reference(deepcopy(model), step, S, local)
-            # In units of 2 sequences of one head's dim: q and out, k and v in all-to-alls, backward as many,
-            # with heads for others and gradients from them. The ring's backward sends K and V and dK/dV.
+            # In head dims of 2 sequences. All-to-alls: q and out, backward as much; K and V (`others`), and
+            # their gradients (`home`). Ring: K and V; in backward K, V, dK and dV: 3 times `ringed`.
             heads = [len(kv_heads_of(r, swap, args.heads, args.kv_heads)) for r in range(swap)]
             n = len(query_heads_of(rank % swap, swap, args.heads))
             m = heads[rank % swap]

@@ -5,7 +5,7 @@ Problem. `EXPLICIT` of context_ring.py stores the scores of a block: s t element
 
 Idea. The merge of blocks from many ranks also works for tiles of one block. So split the block into tiles of
 T x T, compute attention to one after the other, and merge. Only one tile's scores exist at a time, as in
-FlashAttention's forward. Backward needs no merge: with the final LSE tiles, like ranks, are independent.
+FlashAttention's forward. Backward needs no merge: with the final LSE, tiles are independent, like ranks.
 
       queries   tile 0 | S00                        S = scores of a tile, T x T, one at a time; if causal,
                 tile 1 | S10  S11                   tiles above the diagonal are never computed, and
@@ -111,7 +111,7 @@ def heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def for_each_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V with as many heads as q, since some kernels, mostly backwards, need them. Never sent so."""
+    """K and V repeated to the heads of q, as some kernels need, mostly in backward. Never sent so."""
     return tuple(x.repeat_interleave(q.shape[2] // x.shape[2], 2) if x.shape[2] < q.shape[2] else x for x in (k, v))
 
 

@@ -1,14 +1,14 @@
 """Context parallelism III: documents packed end to end in one sequence, without attention between them.
 
 Problem. Documents are shorter than the sequence, so several are packed in one. A query may see only the keys
-of its own document. A mask could express this, but it has S x S entries, and no fast kernel supports one.
+of its own document. A mask could express this, but it has S x S entries, and FlashAttention takes none.
 
 Idea. No mask is needed. Split the sequence into chunks, as every layout does. In (queries of chunk i) x (keys
 of chunk j) the visible part of each document is one rectangle, or if i = j a triangle. So each part of
 attention is still an ordinary call of an ordinary kernel; there are only more calls, of smaller size:
 
-      keys    chunk 0   chunk 1   chunk 2   chunk 3        documents a (5 tokens), b (6) and c (5); 0 stands for
-              a a a a   a b b b   b b b c   c c c c        a pair of its triangle or rectangle
+      keys    chunk 0   chunk 1   chunk 2   chunk 3        documents a (5 tokens), b (6) and c (5)
+              a a a a   a b b b   b b b c   c c c c        0: a visible (query, key) pair
       a       0
       a       0 0
       ...
@@ -24,9 +24,9 @@ The boundaries are given as kernels expect them: cu_seqlens, 0 5 11 16 above, wi
 
 Work per rank, for documents of L_1, L_2, ... tokens, in (query, key) pairs of a head:
     all ranks together   sum of L (L + 1)/2                              instead of S (S + 1)/2
-    contiguous, zigzag   depends on the rank, from nothing to all        (zigzag balances only one document)
+    contiguous, zigzag   depends on the rank, S/P or more                (zigzag balances only one document)
     each                 sum of L (L + 1)/2P on every rank               every document in zigzag by itself
-    Ulysses              sum of L (L + 1)/2 for each of its heads        (a row of the mesh: as its ring)
+    Ulysses              sum of L (L + 1)/2 for each of its heads        (in USP: as the ring's layout)
 "each" requires that 2P divides the length of every document, so the packing must pad them. Ulysses is
 balanced for all documents if P divides N; if not, some ranks have one head more. The bytes sent do not depend
 on documents, because every block is sent all the way round. `cu_seqlens`: FlashAttention's varlen kernels.

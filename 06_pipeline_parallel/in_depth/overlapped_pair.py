@@ -22,8 +22,8 @@ module. `Turns.overlap` is such a hook; a hand-written interleaving can replace 
 
 Formulas. F of parts f0, f1, ..., BW of parts b0, b1, ..., a message of time t after each but the last:
     one after the other     sum f + sum b + t (number of messages)
-    as a pair               pair_time(f, b, t), for Times(pair=...): sum f + sum b if both have as many parts
-                            and every part takes t or more
+    as a pair               pair_time(f, b, t), for Times(pair=...): sum f + sum b if both have n parts,
+                            each of which takes t or more
 
 On a GPU a host thread only launches kernels, in one stream for both chunks. The other chunk's kernels are
 launched before the `wait`, so they run while the all-to-all is in flight on NCCL's stream.
@@ -263,7 +263,7 @@ def covered(events: Sequence[tuple[str, str]], sent: int) -> bool:
 
 def main() -> None:
     parser = OneLineParser(description="A forward and a backward at once, with all-to-alls.", allow_abbrev=False)
-    parser.add_argument("--experts", type=int, default=None, help="ranks of an expert group; 2 if the ranks are even")
+    parser.add_argument("--experts", type=int, default=None, help="ranks of an expert group; default: 2 if it fits")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     experts = args.experts

@@ -13,16 +13,16 @@ that cannot deadlock. Then the executor is a loop over a list:
     BW   take the gradient of the output, run backward, pass on the gradient of the input, free the graph
     B    the same for the input only; keep the graph     W    the weights' gradients; free it (split_backward)
 
-Memory, on p ranks: each rank stores 1/p of the layers, and from F to the last W the activations of that stage
-and micro-batch. Each rank counts them while it runs, and the count equals the one of `simulate`.
+Memory, on p ranks: each rank stores 1/p of the layers (DualPipe: 2/p), and from F to W or BW the activations
+of a stage and micro-batch. Each rank counts them while it runs, and the count equals the one of `simulate`.
 
 Why no division. The loss is sum over tokens / valid tokens in the full global batch. So the losses of the m
 micro-batches add up to the loss, and their gradients, summed in `.grad`, to its gradient. A stage never needs
 m. (An engine that divides only the printed loss has gradients that much too large: torchtitan #2972.)
 
 Formulas, n bytes of activations between two stages, v stages on each rank, m micro-batches:
-    sent by all ranks    2 m n (v p - 1)      forward and backward between stages; none on one rank:
-                          2 m n (2p - 2) in ZB-V, DualPipeV; 2 m n (p - 1) in DualPipe, with each stage twice
+    sent by all ranks    2 m n (v p - 1), forward and backward; nothing on one rank;
+                          2 m n (2p - 2) in a V (ZB-V, DualPipeV); 2 m n (p - 1) in DualPipe
     bubble, activations  as in `simulate`: arXiv 1811.06965, 2104.04473, 2401.10241, 2405.15362, 2412.19437
     also sent G bytes per rank of DualPipe (gradients of its two stages), a tied weight by both ends
 
@@ -120,8 +120,8 @@ class Mailbox:
         self.group = group
         self.example = example
         self.batched = crossings is not None
-        self.batch: dict[Message, tuple[Message, ...]] = {}  # crossings queue as their first send here
-        self.stands_for: dict[Message, Message | None] = {}  # and start at their last message
+        self.batch: dict[Message, tuple[Message, ...]] = {}  # a crossing, by its first send here
+        self.stands_for: dict[Message, Message | None] = {}  # last: that send; others: None
         self.here: dict[Result, Tensor] = {}  # made on this rank, not yet used or sent
         self.coming: dict[Result, tuple[dist.Work, Tensor, int]] = {}  # receives in flight, and the peer
         self.going: dict[int, deque[tuple[dist.Work, Tensor]]] = {}  # sends in flight, per peer
@@ -320,7 +320,7 @@ class Pipeline:
     ) -> Tensor:
         """Forward and backward of all micro-batches; m inputs, m targets, m dictionaries of extras.
 
-        Returns the loss on ranks with a last stage (in DualPipe half on each of two), 0 on others; with
+        Returns the loss on ranks with a last stage (in DualPipe a part on each of two), 0 on others; with
         `broadcast` the full loss on all. `inputs` are for first stages, `targets` for last ones.
         """
         if not torch.is_grad_enabled():
@@ -368,7 +368,7 @@ class Pipeline:
         return self.total
 
     def check_batch(self, inputs: Sequence, targets: Sequence, extras: Sequence[dict]) -> None:
-        """ValueError unless this rank has as many as there are micro-batches of each that it reads."""
+        """ValueError unless all that this rank reads has one entry for each micro-batch."""
         held = {stage for _, stage in self.stages}
         m = self.schedule.micro_batches
         read = {"extras": extras}

@@ -10,8 +10,8 @@ cannot show an order that does not run. All schedules are drawn the same way:
                                                     '        the rank's second stage (or DualPipe's second copy), '' ...
     length = time;  F3+BW1' = an overlapped pair    holds    the most (stage, micro-batch) activations at once
 
-In colour, a kind is a colour and a later stage of the same rank is a darker shade of it. In the SVG an overlapped pair
-is one box with the forward above and the backward below.
+A kind has one colour in the terminal. In the SVG a later stage of the same rank is a darker shade of it, and an
+overlapped pair is one box with the forward above and the backward below.
 
 Run it:
     python schedule_drawings.py                 the two-rank schedule above; the last line is PASS

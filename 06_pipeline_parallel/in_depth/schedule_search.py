@@ -25,8 +25,8 @@ the optimum of small cases, with one stage per rank or in a V. What keeps the nu
     order       the k-th F, B and W of a stage can be micro-batch k. Take a valid schedule, renumber the F's
                 of each stage by their starts, and the B's and W's too: the k-th smallest start of a stage is
                 still after the k-th smallest end of the stage that it needs.
-    bound       cost >= the time a rank has spent + the work it has left; for rank 0: the work of any rank r
-                before the end of its last B, then the B's of ranks r-1, ..., 0, then one W.
+    bound       cost >= the time a rank has spent + the work it has left. Cost >= the time at which any r
+                can end its last B, then the B's of ranks r-1, ..., 0, then one W of rank 0.
     dominance   a state is dropped if another one with the same counts of actions is no later anywhere.
 
 "Cost" is the longest time a rank is occupied (Timeline.cost), if every action starts as soon as possible.
@@ -344,8 +344,8 @@ def main() -> int:
     parser = OneLineParser(description="The automatic zero-bubble scheduler against the proven optimum.")
     parser.add_argument("--ranks", type=int, help="2 to 4; without it, a grid of small cases")
     parser.add_argument("--micro-batches", type=int, help="1 to 6: the search is exponential; 4 by default")
-    parser.add_argument("--times", type=parse_times, help="F,B,W or F,B,W,C; all 1 by default")
-    parser.add_argument("--limit", type=int, help="activations a rank may hold; 2 ranks by default")
+    parser.add_argument("--times", type=parse_times, help="F,B,W or F,B,W,C; 1,1,1,0 by default")
+    parser.add_argument("--limit", type=int, help="activations a rank may hold; default: 2 * ranks")
     args = parser.parse_args()
     if args.ranks is not None and not 2 <= args.ranks <= 4:
         parser.error(f"--ranks {args.ranks} is out of the search's reach; use 2, 3 or 4")

@@ -158,7 +158,7 @@ def messages_of(schedule: Schedule, action: Action) -> list[Message]:
 def programs(schedule: Schedule) -> list[Program]:
     """For each rank: its actions and its messages (sent *and* received), in an order that cannot deadlock.
 
-    All programs are parts of one common order: the order in which actions of one unit of time end, each
+    All programs are parts of one order, that in which actions end if F, B and W take one unit, each
     followed by its messages. (An action ends later than everything it needs, so this order is valid.) A
     runtime must keep the order of messages; it may post them earlier and need not wait for its sends.
     """
@@ -433,7 +433,7 @@ def parse_times(given: str) -> Times:
         numbers = []
     finite = all(math.isfinite(number) for number in numbers)  # not NaN, for which "< 0" is false
     if len(numbers) not in (3, 4) or not finite or min(numbers[:3]) <= 0 or numbers[-1] < 0:
-        raise argparse.ArgumentTypeError(f"{given!r}: give three positive times F,B,W, and one C >= 0 for messages")
+        raise argparse.ArgumentTypeError(f"{given!r}: give F,B,W, all > 0, or F,B,W,C with C >= 0 for messages")
     return Times(*numbers[:3], communication=numbers[3] if len(numbers) == 4 else 0)
 
 

@@ -25,14 +25,14 @@ where f, b, w are the times of F, B, W in *one stage* (so for v > 1 a stage is v
     naive                    (p-1) m (f+b+w)     1                 one micro-batch at a time
     AFAB                     (p-1)(f+b+w)        m                 GPipe, arXiv 1811.06965
     1F1B                     (p-1)(f+b+w)        min(m, p-r)       PipeDream-Flush, arXiv 2104.04473, section 2.2
-    interleaved              (p-1)(f+b+w)        (v-1)p+2(p-r)-1   depth-first, same paper; of m v (f+b+w): 1/v
+    interleaved              (p-1)(f+b+w)        (v-1)p+2(p-r)-1   depth-first, same paper; 1/v of 1F1B's ratio
     breadth-first            (p-1)(f+b+w)        m v               arXiv 2211.05953
     llama3                   (p-1)(f+b+w)        (v-1)n+2(p-r)-1   n in flight; Llama 3, arXiv 2407.21783, figure 6
     ZB-H1                    (p-1)(f+b-w)        p                 Zero Bubble, arXiv 2401.10241, table 2
     ZB-H2                    (p-1)(f+b-2w)       2p-1              same table
     ZB-V                     0 if f = b = w      2p (half stages)  same paper, section 6
     V-Min, V-Half            about 4p, 7p/2      2p/3, p (halves)  arXiv 2405.15362; exactly, in v_schedules.py
-    DualPipe, DualPipeV      (p/2-1)(fb+b-2w)    p+1, p stages     DeepSeek-V3, arXiv 2412.19437; fb: time of a pair
+    DualPipe, DualPipeV      (p/2-1)(fb+b-2w)    p+1; p: stages    DeepSeek-V3, arXiv 2412.19437; fb: time of a pair
     auto                     no formula          its limit         schedule_search.py, v_schedules.py
 
 `published` says when each holds; the demo and the tests compare it with the simulation, to the last digit.
@@ -172,7 +172,7 @@ def steady(p: int, v: int, group: int) -> Callable[[int], int]:
     """Warm-up of the interleaved 1F1B schedules (Megatron-LM, arXiv 2104.04473).
 
     The first backward belongs to the last chunk, (v-1) groups later. Then two more forwards per later rank.
-    One more each, as in 1F1B, gives the same bubble if messages take no time, and stores less. But then each
+    One, as in 1F1B, gives the same bubble if messages take no time, and stores less. But then each
     result is needed the moment it is made. With two, each message can take the time of an action. If it takes
     no longer, ranks wait only on the first way down and the last way up, for 2 (v p - 1) messages.
     """
@@ -291,7 +291,7 @@ def dualpipe_v(p: int, m: int, v: int = 2) -> Schedule:
     """DualPipeV: the V placement, with an F of one chunk and a BW of the other at the same time.
 
     One computes while the other's tokens are sent to experts and back, so a pair can be shorter than its
-    parts (Times.pair). The eight steps are from DeepSeek's DualPipe (arXiv 2412.19437, figure 5).
+    parts (Times.pair). The eight steps are those of dualpipev.py in deepseek-ai/DualPipe.
     """
     if m < 2 * p:
         raise ScheduleError(f"dualpipe-v: {m} micro-batches are too few for {p} ranks; use at least {2 * p}")
@@ -372,7 +372,7 @@ def auto(p: int, m: int, v: int = 1, times: Times | None = None, limit: int | No
 
 
 def halved(schedule: Schedule) -> Schedule:
-    """Split each BW into B and W: no action ends later, and the B of the stage below may start earlier."""
+    """Split BWs into B and W, and undo pairs. Without `Times.pair` nothing ends later, and some B's earlier."""
     lists = []
     for row in schedule.actions:
         halves = (

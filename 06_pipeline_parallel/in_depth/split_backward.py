@@ -76,7 +76,7 @@ def nodes_between(output: Node, aims: set[Node]) -> list[Node]:
 
 
 def weights_behind(nodes: Iterable[Node]) -> set[Node]:
-    """The AccumulateGrad node of each weight behind these nodes: there it receives its gradient."""
+    """The AccumulateGrad node of each weight behind these nodes: it adds to the weight's grad."""
     seen = set(nodes)
     stack = list(nodes)
     while stack:
@@ -316,7 +316,7 @@ def run_recomputed(function: Callable[..., Tensor], x: Tensor, *constants) -> Te
 
 
 class Block(nn.Module):
-    """Half a transformer block, with a weight of every kind: of a norm, with a bias, and one that is used twice."""
+    """Half a transformer block, with a norm's weight, a layer with a bias, and a weight that is used twice."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -331,7 +331,7 @@ class Block(nn.Module):
 
 
 def split_backward(module: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The module's output and the gradient of x, with both parts one after the other: backward, in two calls."""
+    """Backward in two calls, B and then W. Returns the module's output and the gradient of x."""
     y = module(x)
     (dx,), part = backward_for_input(get_gradient_edge(y), grad, [get_gradient_edge(x)])
     part.run()

@@ -10,7 +10,7 @@ this block every six units of time, because F, F, B, B, W, W keep a rank busy fo
     (time that the first chunk stays + time that the second stays) / 6        half stages; 1F1B holds 2p on rank 0
 
     rank 0   F0 . . . . . . f0 B0 . . . . . . b0     V-Min, p = 4: a step from rank to rank takes one unit everywhere.
-    rank 1   . F0 . . . . f0 . . B0 . . . . b0 .     Capitals: the chunk of the way down; f, b: of the way up.
+    rank 1   . F0 . . . . f0 . . B0 . . . . b0 .     Capitals: on the way down; f, b: on the way up.
     rank 2   . . F0 . . f0 . . . . B0 . . b0 . .     Rank 0: F0 stays 16 units, f0 two. Rank 3: 10 and 8. In a V the
     rank 3   . . . F0 f0 . . . . . . B0 b0 . . .     sum is the same on all ranks, and the sum is what is held.
 
@@ -19,7 +19,7 @@ These schedules differ only in how long a step to the next rank takes on each of
     ways      F down, F up, B down, B up    a micro-batch stays about  held, of 1F1B's 2p half stages
     V-Min         1,   1,    1,    1                  4p                    1/3
     V-Half        2,   1,    2,    1                  6p                    1/2
-    ZB-V          6 in two steps                     12p                    all of it, and no bubble (schedules.py)
+    ZB-V          4,   2,    4,    2                 12p                    all of it, and no bubble (schedules.py)
 
 Two blocks six units apart must not use the same unit of a rank. So the block may have to pause where it
 changes direction: the code tries pauses, shortest first (the paper has cases of p). W's fill the free units.
@@ -31,7 +31,7 @@ If F, B and W take one unit each, this is exact for m > p, with W's (counted her
     1F1B      holds 2p on rank 0, in the same half stages;                             bubble 6 (p-1)
 
 The paper shortens both ends by moving what fits. Here `automatic_v` does so: for measured times and any
-limit, each rank runs what is ready. It tries all answers to three questions and keeps the best.
+limit, each rank runs what is ready. It tries many caps, orders and waits, and keeps the best.
 
 Run it:
     python v_schedules.py [--ranks 4] [--micro-batches 8]         the table above, counted; last line PASS
@@ -228,7 +228,7 @@ def automatic_v(p: int, m: int, times: Times | None = None, limit: int | None = 
 def main() -> int:
     parser = OneLineParser(description="V-Min and V-Half, predicted and counted.", allow_abbrev=False)
     parser.add_argument("--ranks", type=int, default=4, help="1 to 64")
-    parser.add_argument("--micro-batches", type=int, default=None, help="more than ranks; 2 ranks + 2 by default")
+    parser.add_argument("--micro-batches", type=int, default=None, help="more than ranks; default: 2 * ranks + 2")
     args = parser.parse_args()
     p = args.ranks
     m = 2 * args.ranks + 2 if args.micro_batches is None else args.micro_batches

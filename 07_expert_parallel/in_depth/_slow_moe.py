@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def queue_by_queue(experts: list[list[int]], room: float, num_experts: int) -> list[list[bool]]:
-    """What finds room [T][K]: first choices before second ones, earlier tokens before later ones."""
+    """[T][K]: does the choice find room? First choices come first, then earlier tokens."""
     left, kept = [room] * num_experts, [[False] * len(row) for row in experts]
     for k in range(len(experts[0]) if experts else 0):
         for t, row in enumerate(experts):

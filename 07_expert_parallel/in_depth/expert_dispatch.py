@@ -19,8 +19,8 @@ Versions:   everywhere   every token to every rank, as an all-gather and a reduc
             once         a row for each (token, rank): a token's experts on one rank share it, and their sum
                          is sent back; with a router limited to M ranks, at most M rows
 
-Formulas. n rows leave this rank and m rows arrive from others, of H elements and e bytes:
-    forward        n H e for dispatch, m H e for combine; backward the same in reverse
+Formulas. n rows leave this rank and m arrive from others, each of H elements of e bytes:
+    forward        n H e for dispatch, m H e for combine; backward the same in reverse; + tables, counts
     everywhere     n = (P-1) T        pairs: n about K T (P-1)/P        once: n <= M T
     weights        3 H F E/P elements of experts on a rank, instead of 3 H F E
 
@@ -190,7 +190,7 @@ def make_plan(
     T = len(experts)
     bad = experts.new_zeros(()) if bad is None else bad
     if version == "pairs":
-        # --- exercise 7.31: permute: the pairs sorted by expert and so by rank, those that stay at home last ---
+        # --- exercise 7.31: permute: the pairs sorted by expert and so by rank, dropped ones last ---
         wants = experts.flatten() if kept is None else experts.flatten().masked_fill(~kept.flatten(), E)  # E: dropped
         rows = wants.argsort(stable=True)  # [T K] flat pairs t·K + k; within an expert in token order
         to = wants[rows] // (E // P)  # [T K]

@@ -18,8 +18,8 @@ dropped. A matmul [E/P, P C, H] x [E/P, H, F] computes all experts at once, incl
 
 Dropped pairs. An expert takes C pairs from each rank: first choices before second ones, then earlier tokens
 before later ones. A dropped pair adds nothing to its token's output, gets no gradient and gives its weight
-none; the other weights are not rescaled (GShard 2006.16668, section 2.2). A queue over all ranks, as in
-routing.py, would need room for C pairs of one expert from any rank, P times as many slots. A token chooses an
+none; the other weights are not rescaled (GShard 2006.16668, section 2.2). With one queue over all ranks, as
+in routing.py, all P C pairs of an expert may be from one rank: P times as many slots. A token chooses an
 expert once, so with C = T nothing is dropped. Drops are counted on the device, to be read at any time. So are
 tokens with logits that are not finite, which stop all ranks in expert_dispatch.py.
 

@@ -18,7 +18,7 @@ Idea.
 
 The scale. The loss of a step is a sum over tokens, divided by their number, and so is the balance loss: a
 micro-batch of n_i tokens (of all ranks) has f_e from its own choices and weight n_i / (n_1 + ... + n_m), or
-1/m if all are equal. So "global" means: over the ranks, for each micro-batch.
+1/m if all are equal. So it balances over the ranks, in each micro-batch.
 
 Which sum runs over which ranks, if tokens are split over data and context ranks, and t tensor ranks
                                  replicated [B, S, H]           sequence parallel [B, S/t, H]
@@ -99,9 +99,7 @@ class MoEConfig:
         if self.capacity is not None and not 0 < self.capacity < math.inf:  # NaN fails
             raise ValueError(f"capacity {self.capacity} leaves no room; use a positive number, or None")
         if self.bias_speed and self.router != "sigmoid":
-            raise ValueError(
-                "bias-speed needs the sigmoid router, the one that it is offered with here (as in DeepSeek-V3)"
-            )
+            raise ValueError("bias-speed needs the sigmoid router; here, as in DeepSeek-V3, no other router has a bias")
 
 
 # -------------------------------------------------------------------------------------------------------- the layer
@@ -290,7 +288,7 @@ def moe_layers(module: nn.Module) -> list[MoE]:
 class UseTapes:
     """In this context the layers record on these tapes if they are empty, and replay them otherwise.
 
-    It may be entered again: a backward in two parts (chapter 06) recomputes twice.
+    It may be entered again: a backward in two parts (chapter 06) reruns it several times.
     """
 
     def __init__(self, layers: Sequence[MoE], tapes: Sequence[Tape]) -> None:

@@ -4,7 +4,7 @@ Problem. Data parallelism keeps every parameter on every rank and sums every gra
 expert parallelism the experts are spread, but their tokens still come from all ranks. Over which ranks is
 each gradient summed now, and what is the norm of a gradient that no rank has in full?
 
-Idea. Take the ranks with different tokens, data x context, and split them into slices of P: each slice holds
+Idea. Take the ranks with different tokens, data x context, and split them into groups of P, slices: each has
 all experts once, E/P per rank. The mesh gets no new axis; the expert axis is folded into an existing one.
 
     8 ranks with different tokens, P = 4, E = 8        rank   0    1    2    3  |  4    5    6    7
@@ -13,7 +13,7 @@ all experts once, E/P per rank. The mesh gets no new axis; the expert axis is fo
     replica groups (gradients of experts)                     [0 4]  [1 5]  [2 6]  [3 7]
     data group (all other gradients)                          [0    1    2    3    4    5    6    7]
 
-    gradient of an expert    the all-to-all's backward has summed what all 4 ranks of the slice contribute.
+    gradient of an expert    its backward has summed over the tokens of all 4 ranks of the slice.
                              The sum over its 2 replicas completes it. No division by 4 or by 8: the loss was
                              divided by the number of tokens of the global batch before backward
     norm of the gradient     all other parameters once, plus the squares of the experts summed over one slice
@@ -24,7 +24,7 @@ Formulas, with N_d dense parameters, N_e parameters in experts, D ranks with dif
     tokens sent              expert_dispatch.py, per layer
 
 Names are as in Mixtral's checkpoints: model.layers.0.block_sparse_moe.gate.weight, ...experts.3.w1.weight.
-For every P a model is initialised from the seed and these names, loaded from them, and gathered to them.
+Whatever P is, a model is initialised from the seed and these names, and loaded and saved by them.
 
 Run it:
     python moe_llama.py                                                   one rank, CPU or GPU
@@ -68,7 +68,7 @@ def expert_groups(
     """(expert group, replica group) of this rank. Collective over the world: every rank makes every group.
 
     slices   the world, split into lists of ranks with different tokens: one list with only data and context
-             parallelism, otherwise one for each tensor or pipeline coordinate
+             parallelism, else one for each pair of tensor, pipeline coordinates
     timeout  seconds that a collective of these groups may take; a new group does not inherit the world's
     """
     mine: list = [None, None]

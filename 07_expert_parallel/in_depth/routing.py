@@ -66,7 +66,7 @@ class Routing:
 def router_logits(x: Tensor, gate: Tensor) -> Tensor:
     """x [T, H], gate [E, H] -> [T, E], in fp32 or better, also under autocast.
 
-    A choice is a comparison. In bf16, with 3 significant digits, experts tie or swap, and training suffers
+    A choice is a comparison. In bf16, with two to three digits, experts tie or swap, and training suffers
     (Switch, section 2.4, "selective precision").
     """
     # --- exercise 7.21: logits in fp32, whatever x is and whatever autocast says ---
@@ -117,7 +117,7 @@ def route(
         choice = limit_to_nodes(choice, K, nodes, M) if nodes > M else choice
         experts = choice.topk(K, dim=1).indices
     probabilities = log_s.softmax(-1)
-    if K > 1 if normalise is None else normalise:
+    if normalise or (normalise is None and K > 1):
         weights = log_s.gather(1, experts).softmax(-1)
     else:
         weights = (log_s.exp() if router == "sigmoid" else probabilities).gather(1, experts)
@@ -211,8 +211,8 @@ def max_violation(counts: Tensor) -> float:
 
 
 def capacity(tokens: int | Tensor, E: int, K: int, factor: float) -> int | Tensor:
-    """Tokens per expert, of `tokens` in all: ceil(c K T/E). A float64 tensor, which the host need not read,
-    gives the same number as a tensor."""
+    """How many of `tokens` tokens an expert takes: ceil(c K T/E). If `tokens` is a float64
+    tensor, so is the result: no host wait."""
     room = factor * K * tokens / E
     return room.ceil() if isinstance(room, Tensor) else math.ceil(room)
 

@@ -30,7 +30,7 @@ Formulas, for rows of H elements of e bytes, sent with tables of weights. n_t: o
     over the slow link     sum over t of n_t rows, as many back; at most min(K, N - 1) T, limited: M T
     a table for each row   E/N weights over the slow link, E/P inside a node; gradients alike
     counts                 8 bytes for the rows, and for each expert behind the receiver; forward only
-Each hop waits once for its counts: two waits per layer. (As in DeepSeek-V3, 2412.19437, section 3.2.2.)
+Each hop waits once for its counts: two waits per layer. (Two hops: DeepSeek-V3, 2412.19437, section 3.2.2.)
 
 Run it:
     python two_hops.py                                                one rank, CPU or GPU

@@ -1,4 +1,4 @@
-"""How far FPDT goes on one GPU: `python bench_fpdt_attention.py --gpu`. With --dry it runs on the CPU, tiny.
+"""How far FPDT goes on one GPU: `python bench_fpdt_attention.py --gpu`. Without a GPU, --dry runs it on the CPU, tiny.
 
 1. Verify. Every kernel against explicit attention, and a model in chunks against the full one, both in bf16
    and compared with float32. An error ends the program before anything is timed or written.
@@ -7,8 +7,8 @@
    recomputed with its input offloaded. All three split the loss, so only the block differs. A length runs as
    many layers as its time allows, at full width; the bytes of the others (weights, gradients, AdamW in fp32:
    16 bytes per parameter) are allocated meanwhile. MFU counts the layers that ran, and attention as the full
-   square, as everywhere in these chapters (01). At these lengths it is nearly twice the share of the peak at
-   which the GPU computes, so the MFU of the causal half stands beside it.
+   square, as everywhere in these chapters (01). At these lengths it is nearly twice the MFU of the causal
+   half, which stands beside it.
 4. The longest sequence. Only memory limits it, so attention reads only a part of the keys: allocations and
    copies are as in a real step, the values are not. Inputs of layers that do not run are stored on the
    device; with offload only those that fit beside the working memory, the rest must fit on the host.

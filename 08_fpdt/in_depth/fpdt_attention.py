@@ -13,15 +13,15 @@ host, the next one during attention to this one. The results per chunk are merge
               ô_i  --all-to-all-->  o_i
 
 Backward swaps the loops: outer over k̂_j v̂_j, inner over the q̂_i with i >= j, fetched with ô_i, its
-gradient, the log-sum-exp and partial dq̂_i. The inner loop completes dk̂_j, dv̂_j and dq̂_j: chunk j was its
+gradient, the log-sum-exp and partial dq̂_i. The inner loop completes dk̂_j, dv̂_j and dq̂_j: k̂_j was q̂_j's
 last. They are returned by all-to-all. The device never stores more than a few chunks.
 
 Order of tokens. Chunk i of all ranks together must be a contiguous slice of the sequence, so rank r holds
     i·S/u + r·S/(uP) ... + S/(uP) - 1   for i = 0 .. u-1
 and its positions, labels and masks follow this order (`fpdt_positions`).
 
-Per layer and rank, n = N/P query, n_kv key/value heads, c = S/u tokens, e bytes each (see fpdt_costs.py):
-    device, forward    3 c n D e + 4 c n_kv D e + ...       falls as 1/u, does not depend on S at fixed c
+Per layer and rank, n = N/P query, n_kv key/value heads, c = S/u tokens, e bytes, w in sums (see fpdt_costs.py):
+    device, forward    c n D (e + 2w) + 4 c n_kv D e + ...     falls as 1/u, does not depend on S at fixed c
     link, forward      (u - 1) c n_kv D e · 2 stored,  u(u-1)/2 · 2 c n_kv D e fetched
     network            as in Ulysses, for any u
 
@@ -415,7 +415,7 @@ def fpdt_attention(group: dist.ProcessGroup, chunks: int, store: Store, kernel: 
         # Decided here: in `apply` gradients are always off, and needs_input_grad is also true under no_grad.
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         kind = q.device.type
-        if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:  # as for PyTorch's: a norm has widened q, k
+        if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:  # like PyTorch's; a norm may give fp32 q, k
             q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
         with torch.autocast(kind, enabled=False):
             return FPDTAttention.apply(q, copy_kv_heads(k, P), copy_kv_heads(v, P), core, keep)
@@ -497,7 +497,7 @@ def main() -> int:
     try:
         check_sizes(args.seq, P, args.chunks, args.heads)
         check_chunks(args.chunks)
-        check_host(P * host_peak(sizes))
+        check_host(P * host_peak(sizes.with_chunks(args.chunks)))
     except ValueError as error:
         parser.error(f"--seq {args.seq} --chunks {args.chunks} --heads {args.heads}: {error}")
     return run(args, demo)

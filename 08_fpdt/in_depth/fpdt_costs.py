@@ -119,7 +119,7 @@ def attention_peak(z: Sizes, way: str, sets: int = 2) -> int:
 
 def feed_forward_peak(t: int, H: int, F: int, e: int, way: str) -> int:
     """Peak bytes while t tokens run through norm, SwiGLU MLP and residual, without inputs, outputs and the
-    sums of weight gradients. For e >= 4 (below, plus casts of the norm) and F >= H.
+    sums of weight gradients. For F >= H, e >= 4 (else plus casts of the norm).
 
     forward     gate, silu(gate) and up, and one of [t, H]
     backward    these, their product and the gradients of two; three of [t, H], 1/rms; one weight's share of gradient
@@ -129,7 +129,7 @@ def feed_forward_peak(t: int, H: int, F: int, e: int, way: str) -> int:
 
 def loss_peak(t: int, T: int, H: int, V: int, e: int) -> int:
     """Peak bytes of `chunked_loss` for T tokens, t at a time: gradients of hidden states and weight, logits
-    of t tokens, one share of the weight's gradient, per token a label, a bit and two numbers; the loss."""
+    of t tokens, one share of the weight's gradient, per token a label, a bool and two numbers; the loss."""
     w = max(e, 4)
     logits = t * V * (w + (e if w != e else 0))
     return T * H * e + V * H * (w + e) + logits + t * (9 + 2 * w) + w
@@ -231,7 +231,7 @@ def idle_forward(u: int, a: float, t: float, f: float) -> float:
 
     a   work per row: finish a row, project the next, attend to the chunk itself
     t   attend to one earlier chunk
-    f   fetch the k̂ and v̂ of one chunk. To store k̂ must take no longer than a and the chunk's attention to itself
+    f   fetch the k̂ and v̂ of one chunk. Storing k̂ must take at most a, plus the chunk's attention to itself
 
     The first fetch is exposed: its slots are made at first use. Row i >= 2; T is the end of the row before.
     - The row's first fetch began with the last pair of the row before, and arrives at T + f - t. Without gaps

@@ -15,12 +15,12 @@ recomputed in backward (Mini-Sequence Transformer, 2407.15892). One autograd nod
 
     loss    per few tokens: logits, softmax, d hidden, d weight in forward: logits are made once, not saved
 
-A node returns each weight's gradient once, the sum over all chunks, in fp32: hooks of data parallelism or
+A node returns each weight's gradient once, summed over all chunks in fp32: hooks of data parallelism or
 ZeRO see an ordinary parameter. The loss of a rank is a sum over its tokens divided by the valid tokens of the
 global batch, so gradients are *summed* over the ranks of the sequence and of data parallelism.
 
 Device memory, T = S/P tokens on a rank: only x and y (in backward dy, dx), 2 T H e, grow with T; the rest
-falls with u. Host memory: T H e per layer, and q̂ k̂ v̂ ô dô dq̂ of one layer (or of each that saves them).
+falls with u. Host memory: T H e per layer, and q̂ k̂ v̂ ô dô dq̂ of one layer (q̂ k̂ v̂ ô of each if kept).
 
 Run it:
     python fpdt_model.py                                       three steps next to the reference, one rank
@@ -320,7 +320,7 @@ def fpdt_block(
     """Replaces `block(x, cos, sin)` of a Llama, for tokens as in `fpdt_positions`: x [B, T, H] -> [B, T, H].
 
     keep    "input": only x is stored on the host, and backward recomputes attention; "attention": also its
-            inputs and outputs, (2 + 2 N_kv/N) more tensors of x's size, and backward saves one attention
+            inputs and outputs, (2 + 2 N_kv/N) more tensors of x's size, so backward runs it once less
     finer   pieces of a chunk in the feed-forward
     inputs  a separate store for x, e.g. Store(ResidentMachine(device)) if inputs fit on the device
 
@@ -560,14 +560,14 @@ def main() -> int:
     check_ranks_and_heads(parser, args)
     P = int(os.environ.get("WORLD_SIZE", "1"))
     if args.watch and P > 1:
-        parser.error(f"--watch on {P} ranks is one rank too many; start it with python")
+        parser.error(f"--watch on {P} ranks: it needs one; start it with python")
     z = Sizes(args.seq, P, 1, args.heads, args.kv_heads, 8, e=8)
     try:
         check_sizes(args.seq, P, args.chunks, args.heads)
         check_chunks(args.chunks)
         if args.seq % (least := P * args.chunks * (4 if args.watch else 2)):  # for pieces of chunks
             raise ValueError(f"pieces of a chunk on a rank would not be equal; use a multiple of {least} tokens")
-        check_host(P * model_host_peak(z, 8 * args.heads, 2, "attention"))
+        check_host(P * model_host_peak(z.with_chunks(args.chunks), 8 * args.heads, 2, "attention"))
     except ValueError as error:
         parser.error(f"--seq {args.seq} --chunks {args.chunks} --heads {args.heads}: {error}")
     return run(args, watch if args.watch else demo, on_cpu=args.watch)  # it emulates the device

@@ -1,6 +1,6 @@
 """FPDT I: tensors on device and host, the link between them, and three streams in the right order.
 
-Problem. Keys and values of a million tokens do not fit into GPU memory. The host has ten times as much,
+Problem. Keys and values of a million tokens do not fit into GPU memory. The host has several times as much,
 behind a link that is fifty times slower. So store them there in chunks, and copy each chunk to the device
 when it is needed. If every chunk is first fetched and then used, the GPU waits most of the time.
 
@@ -18,12 +18,12 @@ usually right, but not always:
     2. fetch waits until its chunk has been stored                   Megatron-LM #7398
     3. the computation waits until the fetch has arrived             or it reads the previous chunk
     4. a buffer is overwritten after its last read                   torchtune #1867
-On a CPU everything runs at once, in program order. So `CpuMachine` tracks the orders that a GPU *could* run.
+On a CPU everything runs in program order. So `CpuMachine` tracks the orders that a GPU *could* run.
 Each stream has a vector clock (Mattern 1988) that says how far each other stream must have come. Two accesses
 to a buffer, one of them a write, without an order by events raise `Race`, every time. The same program then
 runs on `CudaMachine`, with CUDA's streams, events and pinned memory.
 
-Double buffering stores 2 chunks instead of u, and copies as many bytes: 2/u of the memory (2408.16978, 4.2).
+Double buffering stores 2 chunks instead of u, 2/u of the memory, and copies no more bytes (2408.16978, 4.2).
 
 Run it:
     python fpdt_store.py                                 double buffering, counted, on CPU or GPU
@@ -76,7 +76,7 @@ class Buffer:
 
 
 class CpuMachine:
-    """Runs everything at once, and tracks which operations of streams could run in another order.
+    """Runs everything in program order, and tracks which operations could run in another one.
 
     record    log every operation in `ops`, for simulations; off in training, to save memory
     """
@@ -294,7 +294,7 @@ class Prefetch:
             ...                            compute with slots
             prefetch.done()
 
-    `lookup` is called two keys ahead. A key may have fewer buffers than others, without the last ones.
+    `lookup` is called `sets` keys ahead. A key may lack the last of the buffers that others have.
     """
 
     def __init__(
@@ -433,7 +433,7 @@ def available_host_memory() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
-    except (OSError, StopIteration):  # not Linux
+    except (OSError, StopIteration):  # not Linux: all, free or not
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -486,7 +486,7 @@ def demo(args: argparse.Namespace, device: torch.device) -> list[str]:
         beside = sum(op.after["compute"] < u + n for n, op in enumerate(fetches) if n)
         rows.append(("fetches beside a computation", (len(pairs) - 1) * (sets - 1), beside))
         slots = min(sets, len(pairs)) * size
-        rows.append(("bytes on the device at most: buffers, a product, a sum", slots + 8, memory.peak))
+        rows.append(("bytes on the device at most: buffers and a product", slots + 8, memory.peak))
     if os.environ.get("RANK", "0") != "0":  # every rank does the same, without communication
         return [name for name, predicted, got in rows if predicted != got]
     print(f"{args.version} buffering, {u} chunks of {size:,} bytes on {device.type}")

@@ -45,7 +45,7 @@ from fpdt_costs import (
 )
 from fpdt_store import Buffer, CpuMachine, OneLineParser, Op, Prefetch, Store
 
-LONG = 256  # chunks; beyond, the sums take too long and `steady` is as accurate
+LONG = 256  # chunks; beyond, the sums take too long and `steady` is close (2 %)
 
 # ------------------------------------------------------------------------------------------------ how long each thing
 
@@ -363,7 +363,7 @@ def main() -> int:
     for name in NUMBERS:
         value = getattr(args, name.replace("-", "_"))
         if not 1e-6 <= value <= 1e12:  # also for NaN; beyond, seconds are infinite or 0
-            parser.error(f"--{name} {value} must be a number that is more than 0, from 1e-6 to 1e12")
+            parser.error(f"--{name} {value} must be a number from 1e-6 to 1e12")
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}; use a divisor of it")
     if args.heads % args.ranks:

@@ -437,7 +437,7 @@ def demos() -> list[list[str]]:
 def test_the_demo_says_of_nan_that_it_is_wrong_and_asks_for_room_for_all_ranks(monkeypatch):
     assert alone(demos) == [[], [f"{u} chunks, rank 0: error nan" for u in (1, 2)]]
     monkeypatch.setenv("HOST_MEMORY", "0.001")  # GiB: of two ranks each alone would fit
-    assert "the chunks on the host need 1,081,344 bytes and 1,073,741 are free" in refusal(main, "", world_size=2)
+    assert "the chunks on the host need 1,310,720 bytes and 1,073,741 are free" in refusal(main, "", world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -377,8 +377,8 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(arguments, named, monkeypa
 
 def test_the_chunks_of_all_ranks_have_to_fit_on_the_host_and_only_one_rank_is_watched(monkeypatch):
     monkeypatch.setenv("HOST_MEMORY", "0.0002")  # GiB: of two ranks each alone would fit
-    assert "the chunks on the host need 303,104 bytes and 214,748 are free" in refusal(main, "", world_size=2)
-    assert "--watch on 2 ranks is one rank too many" in refusal(main, "--watch", world_size=2)
+    assert "the chunks on the host need 327,680 bytes and 214,748 are free" in refusal(main, "", world_size=2)
+    assert "--watch on 2 ranks: it needs one" in refusal(main, "--watch", world_size=2)
 
 
 @pytest.mark.prove

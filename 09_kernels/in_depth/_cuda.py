@@ -6,7 +6,7 @@ in the one of the environment variable CUDA_BUILDS. A library's name is a hash o
 source is a new library and an old one is never used for it.
 
     python _cuda.py --build          every .cu file of the chapters, 12 at a time, for the local GPU or Hopper
-    python _cuda.py --build sm_80    for another GPU, not needed here
+    python _cuda.py --build sm_80    for another GPU, present or not
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def run_compiler(command: list[str], source: str) -> str:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """nvcc's name of a GPU. 9.0 becomes sm_90a, the only name with all of TMA and wgmma."""
+    """nvcc's name of a GPU. 9.0 becomes sm_90a, the only name with wgmma."""
     return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
 
 

@@ -3,8 +3,8 @@
     python _flash_compile.py 90 float16 128          compute capability; dtype and head dim, as often as you like
 
 Prints one JSON object per kernel: registers per thread, bytes of stack or spilled, shared memory per program,
-and if its matmuls are tensor-core instructions (wgmma, mma) or TF32, its loads bulk copies (tma), and if it
-adds in memory. `dkdvdq` is the kernel of five matmuls, `dkdv` and `dq` those of seven.
+and whether it has tensor-core instructions (wgmma, mma), TF32, bulk copies (tma) and additions in memory.
+`dkdvdq` is the kernel of five matmuls, `dkdv` and `dq` those of seven.
 """
 
 import json

@@ -132,7 +132,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
 
 
 def plan_of(q: Tensor) -> Plan:
-    hopper = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    hopper = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] in (9, 10)  # 12: 99 KiB
     return plan_for(q.shape[-1], q.dtype, hopper)
 
 

@@ -1,7 +1,7 @@
 """Is the timed kernel right? Attention of the timed shape, against float64 and next to PyTorch's own kernel.
 
-A kernel that is right for 500 tokens is another binary, or another path of the same one, than the kernel of
-8192. So each benchmark checks each shape before timing it. All heads in float64 would take longer than all
+A check at 500 tokens says little about 8192: there another binary may run, or another path of the same one.
+So each benchmark checks each shape before timing it. All heads in float64 would take longer than all
 else, so the first K/V head of the first sequence and the last of the last are computed, with all of their
 query heads; the other heads are compared with PyTorch's kernel.
 """

@@ -2,7 +2,7 @@
 
 The interpreter stores bfloat16 as 16-bit integers. It truncates where a GPU rounds, and `tl.dot` multiplies
 these integers. Inside `bfloat16()` it rounds to nearest and multiplies in float32, where a product of two
-8-bit values is exact. Any other operation on a bfloat16 without a cast to float32 stays integer arithmetic,
+8-bit mantissas is exact. Any other operation on a bfloat16 without a cast to float32 stays integer arithmetic,
 which is obviously wrong: compute sums and statistics in float32.
 """
 

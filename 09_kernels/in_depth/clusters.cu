@@ -3,7 +3,7 @@
 //     C = A · Bᵀ        as in tensor_cores.cu
 //
 // Rung 11 also takes a transposed factor, A as [K, M] or B as [K, N]: the backward of a linear layer sums
-// over the dimensions along which its factors are not contiguous. Its tile then has 64 columns in a row of
+// over rows, those of W for dx and those of dy and x for dW. The tile of such a factor has 64 columns in a row of
 // shared memory, one row per k, and wgmma reads it transposed. So dx = dy · W, dW = dyᵀ · x copy nothing.
 //
 //     rung            what it adds to rung 10
@@ -27,7 +27,7 @@
 //     warpgroup 2                   | multiply tile 1    | write 1 ....... | multiply tile 3
 //
 // The price: a tile of half the height requests 64 + 128 rows per 512 cycles, 6,336 bytes per cycle, as in
-// rung 10. If L2 delivers 5,120, that is 24 % more time. Reading half of the sums of 132 blocks (4.3 MB)
+// rung 10. If L2 delivers 5,120, that is 24 % more time. Writing half of the sums of 132 blocks (4.3 MB)
 // costs L2 845 cycles per tile: 5 % of its wgmma if K is 1,024. So 12 should win only for K below some 220.
 //
 // Here all shared memory is dynamic, including barriers: tiles first, then barriers.
@@ -139,10 +139,10 @@ multicast(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
 
 // ---------------------------------------------------------------------------------------------- rung 12: ping-pong
 
-// Tile i of a cluster belongs to warpgroup i % 2. The producer fills stages for tile 0, 1, 2, ..., so tile i
-// begins with `use` = i · steps, for either owner. turn[w] says that warpgroup w may multiply. Without it
-// both are slower, and one waits for a phase of `full` while the barrier is still in the phase *before* that.
-// A wait knows only the parity of a phase, takes the last but one for the awaited one, and passes.
+// Tile i of a cluster belongs to warpgroup i % 2 + 1. The producer fills stages for tile 0, 1, 2, ..., so tile i
+// begins with `use` = i · steps, for either owner. turn[w] says that warpgroup w + 1 may multiply. Without it
+// both are slower, and one waits for phase n of `full` while the barrier is still in phase n - 1.
+// A wait knows only the parity of a phase, takes n - 2, the last that ended, for n, and passes.
 __global__ void __launch_bounds__(384, 1)
 ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
           const __grid_constant__ CUtensorMap C_map, global<bf16> C, int by_engine) {
@@ -167,7 +167,7 @@ ping_pong(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
         for (int i = me; first + i * clusters < pairs * cols; i += 2) {
             tile_of<16>(first + i * clusters, pairs, cols, &pair, &col);
             float sum[128] = {};
-            wait(&b->turn[me], (i / 2 + 1 - me) % 2);  // the first turn is warpgroup 0's, without a wait
+            wait(&b->turn[me], (i / 2 + 1 - me) % 2);  // the first turn is warpgroup 1's, without a wait
             int use = i * steps;
             for (int step = 0; step < steps; step++, use++) {
                 const bf16* a = tiles + use % STAGES * STAGE;

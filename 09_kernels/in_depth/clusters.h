@@ -1,7 +1,7 @@
 // Hopper's instructions for a cluster of blocks: as in ptx.h, a line of PTX on a GPU, on the CPU what that line means.
 //
-// The blocks of a cluster run at one time, on multiprocessors that reach each other's shared memory. An address in it
-// is the same in all of them, so that "this barrier, in block r" is a sentence of the hardware (mapa). The emulation
+// The blocks of a cluster run at one time, on multiprocessors that reach each other's shared memory. A variable has
+// the same offset in each, so mapa can find "this barrier, in block r". The emulation
 // runs the threads of the whole cluster in one order, in which a block may be ahead of the other or behind it. It fails
 // when a block is signalled or written to that has ended, since nobody knows whose that memory is by then.
 #pragma once
@@ -18,8 +18,8 @@ __device__ inline int rank_in_cluster() {
 __device__ inline void cluster_barrier() {
     ON_HOPPER(asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory"));
 }
-// Arrive at this barrier as it is in block `rank` of the cluster, mine or another one. It tells that a stage has been
-// read and may be overwritten. Its producer waits by the plain wait() of ptx.h, although the arrival may come from the
+// Arrive at this barrier as it is in block `rank` of the cluster, mine or another one. It says that a stage has been
+// read and may be overwritten. Its producer uses the plain wait() of ptx.h, although the arrival may come from the
 // other block. A release and an acquire for the whole cluster would order what threads of one block *wrote* before what
 // threads of the other read, and here no thread has written anything that another block reads:
 //   - the wgmma that read the stage have ended: their warp has waited for them (wgmma_wait) before it arrives;

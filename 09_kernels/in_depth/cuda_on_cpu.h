@@ -243,7 +243,7 @@ inline void note(Kind kind, const void* address, int bytes) {
     log[number].bytes = bytes;
 }
 
-// An access to 16 bytes at once. Anywhere else than at a multiple of 16 a GPU gives up the whole program.
+// An access to 16 bytes at once. Where its address is no multiple of 16, a GPU ends the whole program.
 inline const void* aligned(const void* address) {
     if (uintptr_t(address) % 16 && the.error.empty())
         the.error = "16 bytes at once at an address that is no multiple of 16: misaligned";

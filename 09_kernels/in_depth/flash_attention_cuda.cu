@@ -37,7 +37,7 @@
 // Q·Kᵀ leaves its result where P·V wants its left factor: thread for thread, the accumulator's pairs are the pairs of
 // the operand. So the weights never use shared memory. (The sum of the weights is in fp32, before rounding.)
 //
-// Fences for the order of memory are in ptx.h's barriers; the CPU emulation checks everything else. FA3 also
+// Fences for the order of memory are in ptx.h; the CPU emulation checks only shared_is_written(). FA3 also
 // has windows, packed sequences, and a counter from which blocks take their next tile, so that the last ones
 // are balanced. In 8 bits: see flash_attention_fp8.cu.
 #include "ptx_attention.h"
@@ -77,8 +77,8 @@ struct Work {
 
 // One tile of scores [64, 128] of a warpgroup becomes weights 2^(scale · score - maximum). Thread t holds
 // rows t/32·16 + t%32/4 (0) and 8 below (1), and of every 8 keys the pair t%4·2: four neighbouring lanes hold
-// a row. The upper one of my two rows sees the keys up to `last`, the lower one 8 more, and all keys are
-// below `end`; in a full tile, all rows see all keys.
+// a row. The upper one of my two rows sees the keys up to `last`, the lower one 8 more, and none beyond
+// `end`; unless `cut`, all rows see all keys.
 __device__ inline void softmax(float (&scores)[64], float (&m)[2], float (&total)[2], float (&shrink)[2], int key0,
                                int last, int end, bool cut, float scale) {
     if (cut) {
@@ -158,7 +158,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
     }
     __syncthreads();
     Work work(S_q, S_k, N, B, last);
-    int use = 0, round = 0;  // earlier tiles of keys, and of queries; each use of a stage ends two phases
+    int use = 0, round = 0;  // earlier tiles of keys, of queries; a use: a phase of full and of empty
 
     if (warpgroup == 0) {  // --------------------------------------------------------------------------- the producer
         keep_registers<40>();
@@ -172,7 +172,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         };
         while (work.next()) {
             note_tiles(work.tiles);
-            if (work.tiles == 0) continue;  // no query sees a key: consumers also load nothing
+            if (work.tiles == 0) continue;  // no query sees a key: consumers also skip it
             wait(&q_empty, (round + 1) % 2);
             arrive_and_expect(&q_full, ROWS * D * 2);
             for (int p = 0; p < D / PANEL; p++)
@@ -245,7 +245,7 @@ attention_forward(int S_q, int S_k, int N, int G, int B, int last, float scale, 
         if (tiles > 0) {
             wait(&q_full, round % 2);
             wait(&k_full[use % STAGES], use / STAGES % 2);
-            take_turn(use + round);  // before this tile of queries each had one turn more than tiles of keys
+            take_turn(use + round);  // each earlier tile of queries had one turn more than tiles of keys
             order_scores(use);
             pass_turn();
             wgmma_done<0>(scores);

@@ -19,8 +19,8 @@ and writes the previous one while the tensor cores are busy:
 Forward only; gradients are from flash_kernels.py on a GPU and flash_tiles.py on a CPU, with this output and
 log-sum-exp. bf16, head dims 64 and 128, causal (with any offset) or all keys, grouped K/V heads.
 
-Formulas: in flash_tiles.py. FLOPs 4 · B · N · S² · D, half if causal. Requested bytes, tiles of 128:
-    Q and out once; K and V once per query tile that sees them       `sectors` below; counted on the CPU
+Formulas: in flash_tiles.py. FLOPs 4 · B · N · S² · D, half if causal. Loaded bytes, tiles of 128:
+    Q once; K and V once per query tile that sees them               `sectors` below; counted on the CPU
 Paper: FlashAttention-3, Shah et al. 2024 (arXiv 2407.08608), algorithm 2 and section 3.1.
 
 Without a GPU the kernel runs on the CPU, thread by thread (cuda_on_cpu.h), in any order of its warps. That
@@ -52,7 +52,7 @@ SOURCE = "flash_attention_cuda.cu"
 ROWS = 128
 KEYS = 128
 THREADS = 384
-HEADERS = ("ptx_attention.h",)  # what SOURCE includes besides the two common headers
+HEADERS = ("ptx_attention.h",)  # what SOURCE includes; what that includes is found
 HEAD_DIMS = (64, 128)
 
 
@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=2, help="query heads; default %(default)s")
     parser.add_argument("--kv-heads", type=int, default=1, help="key/value heads; default %(default)s")
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=64, help="default %(default)s")
-    parser.add_argument("--resources", action="store_true", help="what nvcc makes of it for sm_90a; and end")
+    parser.add_argument("--resources", action="store_true", help="only print the registers and stack")
     args = parser.parse_args()
     names = ("seq", "keys", "heads", "kv_heads", "head_dim")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != parser.get_default(name)]

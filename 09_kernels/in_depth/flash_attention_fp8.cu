@@ -4,7 +4,7 @@
 //                                                 a scale for each head of each; out bf16; LSE [B, N, S_q] fp32
 //
 // The problem. Tensor cores multiply e4m3 at twice the rate of bf16, and a tile is half as many bytes. But wgmma takes
-// 8-bit factors in one layout only, along the direction that is summed over, and P·V has two that are not:
+// 8-bit factors in one layout only, along the direction that is summed over, and both of P·V differ:
 //   V   has rows along D, and the sum is over keys. bf16 could be read transposed (`across`), 8 bits cannot.
 //       So V is passed transposed. The kernel that rounds it to e4m3 reads and writes all of it anyway, so
 //       transposing is free there. (FlashAttention-3 transposes each tile here, in its producer, because a
@@ -173,7 +173,7 @@ attention_fp8(int S_q, int S_k, int N, int G, int last, float scale, const __gri
             wgmma_done<1>(scores);  // all but the last group: the scores are ready, the values perhaps not
             free_stage(k_empty, j);
             weigh(j);
-            settle(scores);  // and a loop, or ptxas moves the wait below before the exponentials
+            settle(scores);  // and a wait, or ptxas moves wgmma_done before the exponentials
             wait(&v_full[j % STAGES], j / STAGES % 2);
             wgmma_done<0>(part);
             free_stage(v_empty, j - 1);

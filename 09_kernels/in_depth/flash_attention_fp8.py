@@ -88,7 +88,7 @@ def across(v: Tensor) -> Tensor:
 
 
 def spread_out(q: Tensor, k: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """q M and k M for a random orthogonal M [D, D]: same q kᵀ, but outliers are spread over rows."""
+    """q M and k M for a random orthogonal M [D, D]: same q kᵀ, but an outlier is spread over its row."""
     D = q.shape[-1]
     hadamard = torch.ones(1, 1)
     while len(hadamard) < D:  # D is a power of two
@@ -139,7 +139,7 @@ def fp8_forward(
     """
     check(q, k, v, None, torch.bfloat16)
     if max(q.shape[0], q.shape[2]) > 65535:
-        raise ValueError(f"q {[*q.shape]}: a grid has at most 65535 rows and heads; split the batch")
+        raise ValueError(f"q {[*q.shape]}: a grid has at most 65535 sequences and heads; split it")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise ValueError("attention in e4m3 has no backward pass; use torch.no_grad(), or flash_attention_cuda.py")
     given = prepare(q, k, v, per_head=per_head, spread=spread)
@@ -236,7 +236,7 @@ def parse(words: list[str] | None = None) -> tuple[OneLineParser, argparse.Names
     parser.add_argument(
         "--spread", action="store_true", help="rotate q and k, so that a column that stands out is shared by all"
     )
-    parser.add_argument("--resources", action="store_true", help="what nvcc makes of it for sm_90a; and end")
+    parser.add_argument("--resources", action="store_true", help="only print the registers and stack")
     args = parser.parse_args(words)
     names = ("seq", "keys", "heads", "kv_heads", "head_dim", "outliers", "per_tensor", "spread")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != parser.get_default(name)]

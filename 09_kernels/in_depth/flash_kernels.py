@@ -15,8 +15,8 @@ Idea. One program owns one tile of one head; programs run at once, in any order,
 
     queries 0       [/]   .    .    .        . skipped, never loaded    # full: no mask is computed
             1       [#]  [/]   .    .        / cut by the edge of the band: masked
-            2       [#]  [#]  [/]   .        A program has at most three runs of tiles: cut, full, cut. It has
-            3       [#]  [#]  [#]  [/]       a loop for each, so the long one contains no comparison.
+            2       [#]  [#]  [/]   .        A program has at most three runs of tiles: cut, full, cut. Full
+            3       [#]  [#]  [#]  [/]       ones have their own loop, so the long one has no comparison.
 
 Five matmuls are enough for backward: scores, gradients of the weights, dv, dk, dq. But dk and dv are sums
 over queries, and dq is a sum over keys. A program that owns keys has a part of each dq, and adds it to the
@@ -219,7 +219,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["S_q", "N"])
 def delta_kernel(dout, out, delta, S_q, N, R: tl.constexpr, W: tl.constexpr):
-    """delta = sum over D of dout · out, [B, N, S_q]: all that backward needs from the other keys."""
+    """delta = sum over D of dout · out, [B, N, S_q]: beside the LSE, all a tile needs of other keys."""
     tiles = tl.cdiv(S_q, R)
     head = tl.program_id(0) // tiles
     start_i = tl.program_id(0) % tiles * R
@@ -487,7 +487,7 @@ def flash_attention_with_lse(
 def parse_arguments() -> argparse.Namespace:
     """The options, checked before any process group is made."""
     parser = add_options("FlashAttention in Triton, forward and backward.", ["float32", "float16", "bfloat16"])
-    parser.add_argument("--version", choices=VERSIONS, default="five", help="products of backward; default five")
+    parser.add_argument("--version", choices=VERSIONS, default="five", help="matmuls of backward; five where they fit")
     args = check_options(parser)
     on_gpu = torch.cuda.is_available()
     try:  # on tensors without memory

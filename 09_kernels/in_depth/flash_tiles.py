@@ -8,7 +8,7 @@ Idea. Keep a tile of queries on the chip, loop over tiles of keys and values, ne
 needs maximum and sum of its full row, unknown until the last tile. The *online* softmax keeps both for the
 keys seen so far, and for a larger maximum scales its sums by e^(old maximum - new maximum):
 
-               keys  0    1    2    3        forward: loop over a row of tiles with three values per query,
+               keys  0    1    2    3        forward: loop over a row of tiles and keep, for each query,
     queries 0       [/]   .    .    .            m, ℓ, acc  ->  out = acc / ℓ,  LSE = m + log ℓ
             1       [#]  [/]   .    .        backward: from q, k and the LSE every weight e^(score - LSE) is computed
             2       [#]  [#]  [/]   .            again; dq is a sum along a row of tiles, dk and dv down a column
@@ -198,8 +198,8 @@ def tiled_backward(
 class Version(NamedTuple):
     """A way to compute attention and its gradients; the `local` attention of chapter 5's ring.
 
-    forward   (q, k, v, *, causal) -> out [B, S_q, N, D], lse [B, N, S_q]          in fp32 or better,
-    backward  (dout, q, k, v, out, lse, *, causal) -> dq, dk, dv                   or, but for the LSE, in `dtype`
+    forward   (q, k, v, *, causal) -> out [B, S_q, N, D], lse [B, N, S_q]          in fp32 or better;
+    backward  (dout, q, k, v, out, lse, *, causal) -> dq, dk, dv                   all but lse in a given `dtype`
 
     The out and lse given to backward are over all keys; k and v may be a block of them.
     """

@@ -224,7 +224,7 @@ def rms_norm_backward_kernel(
 
 
 def programs_for(rows: int, block: int, device: torch.device) -> int:
-    """As many as fit on the GPU at once with about 100 registers per thread: 16 warps per multiprocessor."""
+    """As many as a GPU runs at once, if 16 warps (or one program) of 100 registers fit a multiprocessor."""
     if device.type != "cuda":
         return max(1, min(rows, 3))
     processors = torch.cuda.get_device_properties(device).multi_processor_count

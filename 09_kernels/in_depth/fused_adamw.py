@@ -22,8 +22,8 @@ Formulas (1711.05101, algorithm 2), step t from 1, moments in float32:
 Bytes moved for each float32 parameter: p, g, m, v read (16) and p, m, v written (12): 28. A bfloat16 copy of
 the weights for the next forward pass, written by the same kernel, makes it 30; a separate kernel would move 6
 more. A factor for the gradients (clipping, or undoing a loss scale) is a pointer to a scalar, without extra
-pass or wait. Skipping a step is also free: if the factor is NaN, the kernel writes nothing, so no gradient
-that is not finite changes a weight before the host knows of it.
+pass or wait. Skipping a step is also free: if the factor is NaN, the kernel writes nothing. The caller makes
+it NaN where the norm is not finite: a norm of inf clips by 0, and 0 · inf would be written as NaN.
 
     python fused_adamw.py                           against torch.optim.AdamW and float64; ends with PASS
     python fused_adamw.py --steps 20 --width 100

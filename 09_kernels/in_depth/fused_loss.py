@@ -10,8 +10,8 @@ recomputes the softmax. m is the largest logit, s the sum of exp(logit - m) over
     loss = log s - (logit[label] - m)             d logit = exp(logit - m) / s - [1 at the label]
 
 A row of V logits does not fit into registers. It is read in blocks with a running maximum m and a running sum s (the
-online softmax, 1805.02867). If a block raises the maximum from m to m', the earlier sum is too large by
-exp(m' - m):
+online softmax, 1805.02867). If a block raises the maximum from m to m', the earlier sum is exp(m' - m)
+times too large:
 
     block 1     block 2     block 3             m' = max(m, max of the block)
     [-------]   [-------]   [----···]           s' = s exp(m - m') + sum of exp(block - m')

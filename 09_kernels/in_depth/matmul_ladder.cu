@@ -122,8 +122,8 @@ __global__ void coarsened_1d(int M, int N, int K, global<const float> A, global<
 // ----------------------------------------------------------------------------------------------- rung 5: coarsened 2D
 
 // The same idea in both directions: 8 elements of A and 8 of B in registers make an outer product of 64 FMAs.
-// 256 threads, 16 x 16, share a 128 x 128 tile. What remains: lanes of a warp now read Bs 8 floats apart, so
-// 16 of them use 4 of the 32 banks, and a load takes 4 cycles.
+// 256 threads, 16 x 16, share a 128 x 128 tile. What remains: lanes of a warp now read Bs 8 floats apart, 16 of
+// them in 4 of the 32 banks: 4 cycles per load; and As at two addresses in one bank (64 floats apart): 2 cycles.
 __global__ void __launch_bounds__(256)
 coarsened_2d(int M, int N, int K, global<const float> A, global<const float> B, global<float> C) {
     constexpr int BM = 128, BN = 128, BK = 8, TM = 8, TN = 8, THREADS = 256;
@@ -213,7 +213,7 @@ vectorised(int M, int N, int K, global<const float> A, global<const float> B, gl
 // ------------------------------------------------------------------------------------------------- rung 7: warp tiles
 
 // Two ideas. First, warp tiles: a warp owns 64 x 32 of C instead of two stripes of 8 x 128, so its lanes need
-// 64 + 32 elements per step instead of 16 + 128. Second, double buffering: there are two tiles of A and B.
+// 64 + 32 elements for each k instead of 16 + 128. Second, double buffering: there are two tiles of A and B.
 // While the warps work on one, the elements of the next are in flight from global memory into registers; they
 // are stored in the other tile after the work, and one barrier per step is enough.
 //

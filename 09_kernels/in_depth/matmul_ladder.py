@@ -341,7 +341,7 @@ def main() -> int:
     parser.add_argument("--rung", choices=[*RUNGS, TRITON], help="only this one")
     parser.add_argument("--size", type=int, nargs=3, metavar=("M", "N", "K"), default=(139, 263, 77))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--resources", choices=list(GPUS), metavar="ARCH", help=f"one of {', '.join(GPUS)}; and end")
+    parser.add_argument("--resources", choices=list(GPUS), metavar="ARCH", help=f"{' or '.join(GPUS)}; then exit")
     options = parser.parse_args()
     if min(options.size) < 1:
         parser.error(f"--size {' '.join(map(str, options.size))}: M, N and K must be at least 1")

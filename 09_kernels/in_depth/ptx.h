@@ -3,9 +3,9 @@
 // C++ has no words for these instructions, so the functions below hold inline assembly; everything that *uses* them, in
 // tensor_cores.cu, is ordinary C++ and the same for both compilers. The emulation follows the PTX manual (sections
 // "Matrix multiply-accumulate", "Asynchronous warpgroup", "mbarrier", "cp.async.bulk.tensor"): which lane holds which
-// element, how an address is swizzled, when a phase of an mbarrier ends. It is exact about *what* is computed, and it
-// delays copies and products as far as the program allows, so that a missing wait reads NaN or yesterday's tile. It
-// says nothing about time, nor about the memory-ordering fences, which do nothing on a CPU.
+// element, how an address is swizzled, when a phase of an mbarrier ends. It is exact about *what* is added, not about
+// rounding, and delays copies and products as far as the program allows: a missing wait reads NaN or the previous tile.
+// It says nothing about time, nor about memory-ordering fences, with one exception: shared_is_written().
 #pragma once
 #include <cstdint>
 
@@ -20,9 +20,9 @@ using bf16 = __nv_bfloat16;
 constexpr int TILE_K = 64;
 __host__ __device__ inline int swizzled(int row, int chunk) { return row * TILE_K + ((chunk ^ (row & 7)) * 8); }
 
-// How wgmma is told where a tile is. In units of 16 bytes: the address in shared memory (bits 0 to 13), the way from one
-// panel to the next (bits 16 to 29), and that from one group of 8 rows to the next (bits 32 to 45), 1024 bytes here; bits
-// 62 and 63: 1 for the 128-byte swizzle. A factor in rows along K has no panels, and the bits of that way are not used.
+// How wgmma is told where a tile is. In units of 16 bytes: the address in shared memory (bits 0 to 13), the distance of
+// two panels (bits 16 to 29), and that of two groups of 8 rows (bits 32 to 45), 1024 bytes here; bits
+// 62 and 63: 1 for the 128-byte swizzle. A factor in rows along K has no panels, and their distance is not used.
 // One that is summed over its rows ("MN-major", "transposed") fills a swizzled row with 64 of its columns, so that a wider
 // tile lies in panels of 64 columns. A step of 16 rows is then a step of 2048 bytes in the address. Both compilers build
 // the descriptor; the emulator reads its bits.
@@ -48,7 +48,7 @@ __device__ inline void store2(bf16* p, int i, float first, float second) {
 }
 __device__ inline uint32_t address_of(const void* shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
 
-// ---- Ampere: 16-byte copies that pass by the registers; a source of 0 bytes writes zeros
+// ---- Ampere: 16-byte copies that bypass the registers; a source of 0 bytes writes zeros
 __device__ inline void copy_async16(bf16* to, const bf16* from, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address_of(to)), "l"(from),
                  "r"(exists ? 16 : 0)

@@ -184,14 +184,14 @@ void product(float* sums, bool add, A a, B b) {
     mine(products).add([=] {
         float x[2][16];
         for (int k = 0; k < 16; k++)
-            for (int upper = 0; upper < 2; upper++) x[upper][k] = a(row + 8 * upper, k);
+            for (int lower = 0; lower < 2; lower++) x[lower][k] = a(row + 8 * lower, k);
         for (int j = 0; j < N / 4; j++) {
             float y[16];
             for (int k = 0; k < 16; k++) y[k] = b(k, j / 2 * 8 + pair + j % 2);
-            for (int upper = 0; upper < 2; upper++) {
-                float& sum = sums[j / 2 * 4 + upper * 2 + j % 2];
+            for (int lower = 0; lower < 2; lower++) {
+                float& sum = sums[j / 2 * 4 + lower * 2 + j % 2];
                 if (!add) sum = 0;
-                for (int k = 0; k < 16; k++) sum += x[upper][k] * y[k];
+                for (int k = 0; k < 16; k++) sum += x[lower][k] * y[k];
             }
         }
     });

@@ -2,8 +2,8 @@
 //
 //     C = A · Bᵀ        A [M, K], B [N, K], C [M, N], row-major bf16; sums in fp32
 //
-// B is stored as nn.Linear stores its weight, so that both operands are contiguous along K, as tensor cores
-// need them. K must be a multiple of 8 (16 bytes); matmul_ladder.py pads.
+// B is stored as nn.Linear stores its weight, so that both operands are contiguous along K, as these
+// kernels read them. K must be a multiple of 8 (16 bytes); matmul_ladder.py pads.
 //
 //     rung               what it adds
 //     8  mma             tensor cores: a warp multiplies 16 x 16 by 16 x 8 in one instruction; cp.async copies ahead
@@ -11,14 +11,14 @@
 //     10 persistent      producer and consumer warps; one block per multiprocessor, for many tiles
 //
 // Their bound. A tile of BM x BN fetches (BM + BN) · K elements for BM · BN · K FMAs: 128 x 128 in bf16 makes
-// 64 FLOPs per byte from L2, 128 x 256 makes 85. A tensor core needs 16 elements in the time in which an FMA
-// unit needs one. So from here on the question is no longer how to compute, but how to load the data in time.
+// 64 FLOPs per byte from L2, 128 x 256 makes 85. Tensor cores do 16 FMAs in the time in which the FMA units
+// do one. So from here on the question is no longer how to compute, but how to load the data in time.
 //
 //     rungs 8, 9    load tile 0, 1, 2 | multiply 0, load 3 | multiply 1, load 4 | ...       all warps in step
 //     rung 10       producer:   0 1 2 3 . 4 . 5 . 6   waits for "empty", fills, the copy engine signals "full"
 //                   consumers:      0   1   2   3     wait for "full", multiply, signal "empty"
 //
-// In ncu look at: "tensor pipe utilisation"; 8, "stall long scoreboard" and "MIO throttle"; 9 and 10, "stall
+// In ncu look at: "tensor pipe utilisation"; 8, "stall long scoreboard" and "MIO throttle"; 9, "stall
 // barrier". Rung 10 saves the start of each tile: loads continue while sums are written. (wgmma begins when
 // half of the sums are written; clusters.cu continues there.) The tail remains: 8192³ has 2048 tiles, 15.5
 // per multiprocessor of 132, and in the last round half of them are idle.
@@ -97,7 +97,7 @@ __device__ inline void multiply_tile(float (&sum)[128], const bf16* tiles, int w
 
 // The loop of rung 8 with Hopper's instructions. Thread 0 requests the tiles; the copy engine computes
 // addresses, fills zeros beyond the edge, swizzles, and counts the bytes on the mbarrier of the stage. A
-// stage is used every STAGES steps; the parity of its phase says for which use the barrier has completed.
+// stage is used every STAGES steps; each use is a phase of its barrier, which wait() names by parity.
 __global__ void __launch_bounds__(256, 1)
 tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
           const __grid_constant__ CUtensorMap C_map, global<bf16> C, int by_engine) {
@@ -136,11 +136,11 @@ tma_wgmma(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __gr
 // ------------------------------------------------------------------------------- rung 10: warp-specialised, persistent
 
 // Warpgroup 0 is the producer: one of its threads requests tiles as stages become empty, also across the end
-// of a tile of C, so the consumers find data after writing. Warpgroups 1 and 2 multiply and write. There is
-// no more __syncthreads(); each stage has two mbarriers:
+// of a tile of C, so the consumers find data after writing. Warpgroups 1 and 2 multiply and write. Their
+// loops have no __syncthreads(); each stage has two mbarriers:
 //     full[s]   completed by the copy engine with the last byte       the producer's arrival + the bytes
 //     empty[s]  completed by the consumers after their last read      8 arrivals, one per warp
-// In round r of a stage (its r-th use) the consumers wait for phase r of full, the producer for phase r - 1 of empty.
+// In round r of a stage (from 0 on) the consumers wait for phase r of full, the producer for phase r - 1 of empty.
 // The parity that precedes the first phase counts as completed, so in round 0 the producer passes at once.
 __global__ void __launch_bounds__(384, 1)
 persistent(int M, int N, int K, const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,

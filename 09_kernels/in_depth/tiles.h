@@ -13,7 +13,7 @@ __device__ inline void put_pair(global<bf16> C, int row, int col, int M, int N, 
     if (col + 1 < N) C[row * N + col + 1] = __float2bfloat16(second);
 }
 
-// What wgmma leaves to thread t of a warpgroup, of 64 x 256: rows t/32·16 + t%32/4 and 8 below, of every 8 columns the
+// Of 64 x 256 sums thread t of a warpgroup holds rows t/32·16 + t%32/4 and 8 below, of every 8 columns the
 // pair t%4·2.
 __device__ inline void put_tile(global<bf16> C, const float (&sum)[128], int row0, int col0, int M, int N) {
     int t = threadIdx.x % 128, row = row0 + t / 32 * 16 + t % 32 / 4, col = col0 + t % 4 * 2;
@@ -25,7 +25,7 @@ __device__ inline void put_tile(global<bf16> C, const float (&sum)[128], int row
 }
 
 // The same by the copy engine. A warp writes its 16 x 256 sums into shared memory as four tiles of 64 columns, in the
-// swizzle that the engine takes back out: the 32 lanes of a store then find 32 banks. (Straight to C, they write 16
+// swizzle that the engine undoes: the 32 lanes of a store then use 32 banks. (Straight to C, they write 16
 // bytes in each of 8 rows.) One lane asks for each tile to be copied out, and goes on. `buffer` is this warp's own, with
 // room for BUFFERS tiles of 16 x 64. Where these are fewer than four, the third tile waits until the first is read.
 template <int BUFFERS>

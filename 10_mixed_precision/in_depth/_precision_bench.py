@@ -29,7 +29,7 @@ STEPS, LR = 300, 2e-3
 
 
 def gpu_options(*more: str) -> argparse.Namespace:
-    """--gpu, --dry and --out of a benchmark, and those of --seconds and --figures that it has."""
+    """--gpu, --dry and --out of a benchmark, and those of `more` (--seconds, --figures)."""
     parser = OneLineParser(allow_abbrev=False)
     parser.add_argument("--gpu", action="store_true", help="verify and time on a GPU")
     parser.add_argument("--dry", action="store_true", help="with --gpu: tiny sizes on the CPU")

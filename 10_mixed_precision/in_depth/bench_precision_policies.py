@@ -167,7 +167,7 @@ def measure() -> None:
         ["policy", "bytes per parameter", "loss", "against fp32", "updates lost to rounding", "steps skipped"],
         rows,
         f'0.4 million parameters, bytes of Python\'s standard library, AdamW, learning rate {LR:g}. "fp32, nudged" '
-        "starts with every weight one or two units in the last place larger. Single runs: differences of a few tenths "
+        "starts with every weight two to four units in the last place larger. Single runs: differences of a few tenths "
         "of a per cent come and go with anything that changes rounding.",
     )
     curve_rows = []

@@ -21,10 +21,10 @@ Idea. A format is defined by two numbers, its bits of exponent and of mantissa; 
     e5m2          8        5           2       gradients
 
 Formulas, for M bits of mantissa: spacing above 2^k is 2^(k-M); epsilon, the spacing above 1, is 2^-M; rounding to the
-nearest is off by at most half a spacing. So w + u rounds back to w if |u| < 2^(k-M-1). As w is between 2^k
-and twice that, an update below 1/2^(M+2) of the weight (in bf16 1/512) is always *lost*, one above 1/2^(M+1)
-(1/256) never, and between the two it depends on w. Stochastic rounding rounds up with a probability equal to
-the fraction of the gap that is covered, and is right on average.
+nearest is off by at most half a spacing. So w + u rounds back to w if |u| < 2^(k-M-1), or half of it from w = 2^k down.
+As w is between 2^k and twice that, an update below 1/2^(M+2) of the weight (in bf16 1/512) is always *lost*, one
+above 1/2^(M+1) (1/256) never, and between the two it depends on w. Stochastic rounding rounds up with a probability
+equal to the fraction of the gap that is covered, and is right on average.
 
 Run it:
     python formats.py                                    the table, checked against torch; sums that stall
@@ -151,7 +151,7 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
 def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
     """x [any shape, fp32 or fp64], rounded up or down to `dtype` at random, so that the mean over many draws is x.
 
-    With the fraction f of the gap between its lower neighbour and x, it goes up with probability f.
+    If x lies a fraction f of the gap above its lower neighbour, it goes up with probability f.
     """
     form = OF_DTYPE[dtype]
     # --- exercise 10.23: up with the probability of the fraction that is lost ---

@@ -1,6 +1,6 @@
 """A linear layer in 8 bits: one scale per tensor, per row, or per tile, for three matrix products.
 
-Problem. Tensor cores multiply fp8 twice as fast as bf16, but e4m3 has 18 powers of two and eight steps in
+Problem. Tensor cores multiply fp8 twice as fast as bf16, but e4m3 has 18 powers of two, and up to 8 steps in
 each. A gradient of 1e-5 is zero in it, an activation of 500 is too large. So every tensor needs a scale. One
 scale must cover the largest element, so a single outlier pushes all others towards zero.
 
@@ -182,7 +182,7 @@ class Fp8Linear:
     amax does then, as in the first step.
 
     A forward pass without gradients, as in validation, is not part of a step: it adds nothing to the history,
-    and a GPU records nothing. With recomputation the second forward pass is the one that counts.
+    and a GPU records nothing. With recomputation one or both forward passes count: the maximum is equal.
 
     On a GPU each operand is read and written by kernels that make both of its forms. A weight is quantised
     again in each forward pass, also for each micro-batch: saving it would cost 2 N K bytes in all layers at
@@ -405,12 +405,12 @@ class History:
 
     def __init__(self, length: int, device: torch.device):
         self.past, self.now, self.peak = (torch.zeros(n, 1, dtype=torch.float32, device=device) for n in (length, 1, 1))
-        self.steps = 0  # that it looks back on; 0: on none, or on none with an amax above 0, which makes no scale
-        self.quiet = length  # steps since there was one, as an expert has them without tokens
+        self.steps = 0  # it looks back on; 0: none, or none with an amax above 0, which gives no scale
+        self.quiet = length  # steps since such an amax, as of an expert without tokens
 
 
 def check_sizes(outputs: int, inputs: int) -> None:
-    """ValueError unless an fp8 tensor core takes a weight of these sizes: rows of 16 bytes, in all three products."""
+    """ValueError unless an fp8 tensor core takes a weight of these sizes: rows of n · 16 bytes, in all products."""
     for what, size in (("outputs", outputs), ("inputs", inputs)):
         if size % 16:
             fitting = -(-size // 16) * 16
@@ -434,7 +434,7 @@ def with_outliers(rows: int, columns: int, features: int = 1, factor: float = 1e
 class LargeFeatures:
     """`linear(x, weight)` in a model with outliers: of x's K features the same few are `factor` times as large, and
     their weights as much smaller. A power of two, so that in fp32 neither y nor a gradient changes by a bit.
-    So any loss of a recipe comes from 8 bits for both kinds at once.
+    So a recipe's error comes from both kinds sharing a scale.
 
     Layers with fewer than `least` inputs stay as they are. Six features of 4096 are what 2208.07339 finds at 6.7 B
     parameters; factors of about 100 are usual (2211.10438), and 100,000 have been seen (2402.17762).

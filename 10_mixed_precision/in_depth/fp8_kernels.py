@@ -149,7 +149,7 @@ def scale_of_amax(amax, largest):
 
 @triton.jit
 def amax_kernel(x, out, count, SIZE: tl.constexpr):
-    """out[0] = the largest of itself and all |x|. Programs may run in any order, since a maximum has none."""
+    """out[0] = the largest of itself and all |x|. Programs may run in any order: it changes no maximum."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     peak = tl.max(magnitude(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)), 0)
     tl.atomic_max(out, peak, sem="relaxed")

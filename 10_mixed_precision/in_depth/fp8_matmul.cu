@@ -18,14 +18,14 @@
 //
 // While one warpgroup promotes, the tensor cores work for the other: two of them are needed to keep these busy, and
 // nobody has to arrange it. A thread has 128 totals, as in rung 10 of chapter 09's ladder, and 64 sums in `part`: the
-// left and the right half of its columns take turns there, since 256 registers would be one too many.
+// left and the right half of its columns take turns there: 256 registers are more than a thread has.
 //
 // What bounds it. A step multiplies 128 x 256 x 128, 1,024 clocks of the fp8 tensor core (4096 multiply-adds a clock and
 // multiprocessor), and fills 48 KB of shared memory. Were each block to fetch all of it, 132 of them would ask L2 for
 // 6,336 bytes a clock, and L2 of an H100 gives about 5,120. So two blocks are a cluster, one above the other, as in rung
 // 11: each fetches its own rows of A and half of B, and the copy engine writes that half into both. That is 32 KB a step,
-// 4,224 bytes a clock. Promotion takes nothing of the tensor cores' time: 128 multiply-adds of 256 threads are 256
-// clocks of the ordinary cores.
+// 4,224 bytes a clock. Promotion should hide behind the other's wgmma: 128 multiply-adds of 256 threads are 256
+// clocks of the ordinary cores. (Measured, not all of it does.)
 //
 // The rest is rung 11: barriers full and empty for each stage, blocks that stay and work through many tiles.
 #include "ptx_fp8.h"

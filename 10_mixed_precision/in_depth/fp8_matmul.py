@@ -25,7 +25,7 @@ computes and whether a barrier is missing, but no time. `Fp8Linear("block", devi
     python fp8_matmul.py                                       three products; errors; any order of the threads
     torchrun --nproc_per_node 2 fp8_matmul.py                  each rank multiplies matrices of its own
     python fp8_matmul.py --rows 200 --columns 30 --terms 400
-    python fp8_matmul.py --resources                           registers, stack, shared memory (nvcc, but no GPU)
+    python fp8_matmul.py --resources                           registers, stack, spills (nvcc, but no GPU)
 The last line is PASS, or the script exits with 1 and says which number is off.
 """
 
@@ -173,7 +173,7 @@ def error(got: Tensor, a: Quantized, b: Quantized) -> float:
 
 def demo(group: dist.ProcessGroup, device: torch.device, args: argparse.Namespace) -> list[str]:
     report = Report(group)
-    report.title(f"[{args.rows}, {args.terms}] by [{args.columns}, {args.terms}] on {device}: errors, of the terms")
+    report.title(f"[{args.rows}, {args.terms}] by [{args.columns}, {args.terms}] on {device}: errors / sum |terms|")
     on_cpu = device.type == "cpu"
     for product in PRODUCTS:
         a, b = operands(args.rows, args.columns, args.terms, product, device, report.rank)
@@ -211,7 +211,7 @@ def main() -> None:
             parser.error(f"--{option} {value} changes nothing about --resources; leave one of them out")
     if args.terms % 16:
         parser.error(f"--terms {args.terms} is no multiple of 16, as the copy engine's rows are; use one")
-    if torch.cuda.is_available() and (reason := refusal("cuda")):
+    if not args.resources and torch.cuda.is_available() and (reason := refusal("cuda")):
         parser.error(reason)
     try:
         if args.resources:

@@ -18,8 +18,8 @@ Idea. Store the scale in 8 bits as well. Two families differ in which 8 bits:
     nvfp4       4 + 8/16 = 4.5         element · s_b · s,   s_b in e4m3, s in fp32 (4 bytes per tensor)
 
 How a scale is found. MX ("OCP Microscaling Formats (MX) Specification" 1.0, section 6.3): the largest power of two
-<= amax of the block, divided by the largest power of two of the element format. This may leave amax above the largest
-element, which then saturates: 500 in mxfp8 becomes 448. NVIDIA takes the next power of two ("-up" here;
+<= amax of the block, divided by the largest power of two of the element format. Then amax may be above the largest
+element, and saturates: 500 in mxfp8 becomes 448. NVIDIA takes the next power of two ("-up" here;
 2506.08027 shows runs that diverge with OCP's rule, not with this). NVFP4 (2509.25149, appendix B, equations 1 to 4):
 
     s_enc = 6 · 448 / amax(tensor)    s = 1 / s_enc    s_b = e4m3(amax(block) / 6 · s_enc)    q = e2m1(x / (s_b · s))

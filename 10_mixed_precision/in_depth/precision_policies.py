@@ -198,7 +198,7 @@ def make_scaler(policy: Policy, group: dist.ProcessGroup, scale: float = 2.0**16
 def adamw_update(
     w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, lr: float, decay: float, betas=(0.9, 0.95), eps: float = 1e-8
 ) -> None:
-    """One step of AdamW (1711.05101, algorithm 2), in place on w, m and v, all of one wide dtype. `step` from 1."""
+    """AdamW (1711.05101, algorithm 2, but lr · decay as in torch), in place on w, m, v, all wide. `step` from 1."""
     m.lerp_(g, 1 - betas[0])
     v.lerp_(g * g, 1 - betas[1])
     w.mul_(1 - lr * decay)
@@ -216,9 +216,9 @@ class MixedAdamW:
         optimizer.reduce(data_parallel_group)        # or pass `gradients()` to another reducer
         optimizer.step(scaler)
 
-    Each update is computed in fp32 (fp64 where the parameter was fp64) for one parameter at a time, so there
+    Each update is computed in fp32 (fp64 where the policy stores fp64) for one parameter at a time, so there
     is no fp32 copy of the full model that the policy does not count. `lost` is the fraction of weights that
-    should have changed in the last step and did not, without master weights; None otherwise.
+    should have changed in the last step and did not, if they are stored in 16 bits only; else None.
     """
 
     def __init__(

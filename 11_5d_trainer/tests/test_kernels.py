@@ -455,15 +455,16 @@ def test_fp8_is_refused_in_one_line_before_hopper_and_for_widths_that_no_product
         checks.check_kernels(config, SIZES, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     checks.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=96), gpu)
-    with pytest.raises(UsageError, match=r"^--precision fp8-block: feed-forward of a rank: 100 is not a multiple of 16, .* use bf16$"):
+    line = "feed-forward of a rank: 100 is not a multiple of 16, which fp8 matmuls need; use bf16"
+    with pytest.raises(UsageError, match=f"^--precision fp8-block: {line}$"):
         checks.check_kernels(config, dataclasses.replace(SIZES, hidden=64, intermediate=100), gpu)
     tp = dataclasses.replace(config, tp=2)
     thin, wide, narrow = dict(own_head_dim=12), dict(intermediate=96, own_head_dim=24), dict(intermediate=48)
     for sizes, line in ((thin, "query heads"), (wide, "key/value heads"), (narrow, "feed-forward")):
-        with pytest.raises(UsageError, match=f"^--precision fp8-block: {line} of a rank, 24 numbers, are no mul"):
+        with pytest.raises(UsageError, match=f"^--precision fp8-block: {line} of a rank: 24 is not a mul"):
             checks.check_kernels(tp, dataclasses.replace(SIZES, hidden=64, **sizes), gpu)
     few = dataclasses.replace(SIZES, hidden=64, heads=8, own_head_dim=24, intermediate=192)  # 2 K/V heads on 4 ranks
-    with pytest.raises(UsageError, match="^--precision fp8-block: key/value heads of a rank, 24 numbers"):
+    with pytest.raises(UsageError, match="^--precision fp8-block: key/value heads of a rank: 24 is not"):
         checks.check_kernels(dataclasses.replace(config, tp=4), few, gpu)
     experts = dataclasses.replace(tp, experts=2)  # which tensor ranks do not cut
     checks.check_kernels(experts, dataclasses.replace(SIZES, hidden=64, **narrow), gpu)
