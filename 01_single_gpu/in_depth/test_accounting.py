@@ -222,6 +222,7 @@ def test_without_a_known_peak_utilization_is_not_available(name):
 
 def test_utilization_is_flops_over_seconds_over_the_peak():
     assert accounting.utilization(10**15, 2.0, accounting.peak_flops("NVIDIA H200")) == "50.5%"
+    assert accounting.peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None, "a slice has not the whole peak"
     assert accounting.utilization(10**15, 2.0, accounting.peak_flops("NVIDIA L40S")) == "138.1%"
 
 

@@ -287,6 +287,18 @@ def run_main(options, monkeypatch, step):
     return training_step.main()
 
 
+def test_a_step_of_one_micro_batch_has_no_gradients_before_its_backward_pass(monkeypatch):
+    import step_peak
+
+    monkeypatch.setattr(step_peak, "peak", lambda *_: ("loss", 10**9))
+    monkeypatch.setattr(training_step, "memory_of", lambda device: 10**9 - 1)
+    monkeypatch.setattr(
+        sys, "argv", ["training_step.py", "--device", "cpu", "--micro-batch", "4", "--global-batch", "4"]
+    )
+    assert training_step.parse_arguments().accumulation == 1
+    assert "a step needs 1.0 GB or more (loss)" in refusal(training_step.main, "--device cpu --global-batch 8")
+
+
 def test_every_option_reaches_the_step(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(training_step, "profile_first_steps", lambda step, warm_up, _: [step(), step(), warm_up()])
