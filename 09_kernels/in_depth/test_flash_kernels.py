@@ -8,13 +8,14 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import flash_kernels
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from _flash_launch import Plan, Tiles, check_inputs, fit, plan_of
+from _flash_launch import Plan, Tiles, check_inputs, fit, plan_for, plan_of
 from _flash_verify import poisoned
 from _interpreter import INTERPRETED, tl, triton
 from flash_kernels import (
@@ -487,6 +488,13 @@ def test_the_copy_engine_gets_addresses_and_strides_of_16_bytes_and_what_has_the
         assert D == 32 and (base is x) == (name in fits), f"{name}: copied or not"
     for name in ("an address of 2 bytes", "rows of odd length"):  # without the engine any address and stride will do
         assert fit(unfit[name], 32, tma=False)[0] is unfit[name], name
+
+
+def test_only_hopper_and_its_like_get_tiles_for_227_kib(monkeypatch):
+    q = SimpleNamespace(device=torch.device("cuda", 0), shape=(1, 1, 1, 128), dtype=torch.bfloat16)
+    for have, large in (((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, have=have: have)
+        assert plan_of(q) == plan_for(128, torch.bfloat16, large), have
 
 
 def compiled(*wanted):
