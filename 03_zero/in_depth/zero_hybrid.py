@@ -160,8 +160,8 @@ def main() -> None:
     parser.add_argument("--shards", type=int, help="ranks that share one copy; default: half of them, or all if odd")
     args = parser.parse_checked()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    half = ranks if ranks % 2 else ranks // 2
-    shards = half if args.shards is None else args.shards
+    usual = ranks if ranks % 2 else ranks // 2
+    shards = usual if args.shards is None else args.shards
     if shards < 1 or ranks % shards:
         parser.error(f"--shards {shards} does not divide {ranks} rank(s)")
     with world() as (group, device):

@@ -13,7 +13,7 @@ all experts once, E/P per rank. The mesh gets no new axis; the expert axis is fo
     replica groups (gradients of experts)                     [0 4]  [1 5]  [2 6]  [3 7]
     data group (all other gradients)                          [0    1    2    3    4    5    6    7]
 
-    gradient of an expert    its backward has summed over the tokens of all 4 ranks of the slice.
+    gradient of an expert    the backward of an expert sums over the tokens of all 4 ranks of the slice.
                              The sum over its 2 replicas completes it. No division by 4 or by 8: the loss was
                              divided by the number of tokens of the global batch before backward
     norm of the gradient     all other parameters once, plus the squares of the experts summed over one slice
