@@ -204,6 +204,14 @@ def test_a_second_backward_through_the_same_layer_has_its_own_gradient():
         dx.sum().backward()
 
 
+@pytest.fixture
+def only_new_objects():
+    """What exists before the test is not among `gc.get_objects()`: a search of millions takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def forms_of(x):
     """How many tensors of 8 bits there are in the shape of x."""
     gc.collect()
@@ -212,7 +220,7 @@ def forms_of(x):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_layers_of_one_x_quantise_it_once_and_give_what_each_gives_alone(name):
+def test_layers_of_one_x_quantise_it_once_and_give_what_each_gives_alone(name, only_new_objects):
     x, weights = random(96, 64), [random(n, 64, seed=n) for n in (48, 16, 32)]
     found = {}
     for how in ("one by one", "together"):
