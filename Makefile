@@ -43,10 +43,10 @@ endif
 # rank (test_train.py).
 SHOW   := --device cpu --experts 4 --ep 2 --steps 100 --warmup 15 --lr 3e-3 --eval-samples 64 --sample 150
 
-train: $(READY)  ## train a small model on Python's own source text: two CPU ranks, two minutes; or all GPUs
+train: $(READY)  ## train a small model on Python's own source text: two CPU ranks, two to four minutes; or all GPUs
 	OMP_NUM_THREADS=1 $(TORCHRUN) $(NPROC) 11_5d_trainer/train.py $(BEST) $(ARGS)
 
-train-3d: $(READY)  ## a mixture of experts on 8 CPU ranks and three axes: data, tensor and pipeline parallel
+train-3d: $(READY)  ## a mixture of experts on 8 CPU ranks: data, tensor, pipeline and expert parallel
 	OMP_NUM_THREADS=1 $(TORCHRUN) 8 11_5d_trainer/train.py $(SHOW) --pp 2 --tp 2 $(ARGS)
 
 train-5d: $(READY)  ## the same on 16 CPU ranks with every axis: data, tensor, context, pipeline and expert parallel
@@ -120,7 +120,7 @@ $(BOOK): $(READY) book/requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r book/requirements.txt
 	@touch $@
 
-book: $(BOOK)  ## the web edition: lessons beside their code, in book/site/; opens as a file, needs no network
+book: $(BOOK)  ## the web edition: lessons beside their code, in book/site/ (the first call needs a network)
 	@$(PY) book/build_book.py
 
 book-serve: book  ## the same on http://localhost:8000; PORT=8001

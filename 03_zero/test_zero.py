@@ -165,7 +165,7 @@ def test_adamw_with_weight_decay_matches_reference(stage):
 
 
 def train_in_slices(stage: str) -> Trace:
-    groups = [dist.new_group([2, 0]), dist.new_group([3, 1])]  # not contiguous, and not in the world's order
+    groups = [dist.new_group([2, 0]), dist.new_group([3, 1])]  # not contiguous; torch sorts their ranks
     return train(stage, groups[dist.get_rank() % 2], first=30 * (dist.get_rank() % 2))  # each its own data
 
 

@@ -358,7 +358,7 @@ class OverlappedColumnLinear(torch.autograd.Function):
 # -------------------------------------------------------------------------------- The training step
 def loss_sum(params: Params, tokens, labels, config: ModelConfig, tp: TPContext) -> Tensor:
     """tokens, labels [B, S], the same on every rank -> the sum of the losses, the same as well."""
-    # An id beyond the vocabulary is on no rank: all add 0, and the loss would look plausible.
+    # An id beyond the vocabulary is on no rank: all would add 0 and the loss look plausible.
     for what, ids in (("token", tokens), ("label", labels[labels != IGNORE_INDEX])):
         if ids.numel() and not 0 <= ids.min() <= ids.max() < config.vocab_size:
             raise ValueError(f"{what}s {ids.min()}..{ids.max()}: use 0 to {config.vocab_size - 1}")

@@ -235,7 +235,7 @@ def test_the_example_by_hand(column_linear):
 
 
 def layouts_sent() -> list[bool]:
-    """Is what is gathered in one piece? Gloo takes what is not, NCCL sends it as it lies."""
+    """Is what is gathered in one piece? Gloo takes what is not, NCCL refuses it."""
     tp, found = TPContext(dist.group.WORLD, sequence_parallel=True), []
 
     def gather(out: Tensor, x: Tensor, **options):

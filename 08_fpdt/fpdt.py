@@ -14,7 +14,7 @@ the backward pass, queries, output and log-sum-exp (LSE) of each chunk are store
 The backward pass swaps the loops. The outer one is over K/V of chunk j, the inner one over the
 queries of all chunks i >= j. Feed-forward layers and the loss look at one token at a time, so they
 also run chunk by chunk, and again in the backward pass. On the device are some chunks, whatever S
-is, and S/cp tokens of the residual stream and of attention; `expected_bytes` has all else.
+is, and S/cp tokens of the residual stream and attention's output; `expected_bytes`: host, links.
 
 Sources: Yao et al. 2024, arXiv 2408.16978, section 4 (FPDT); Luo et al. 2024, 2407.15892 (feed-
 forward, loss); Dao 2023, 2307.08691, algorithms 1 and 2 (online softmax and its backward pass).

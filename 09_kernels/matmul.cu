@@ -37,7 +37,7 @@
 //     sed -E 's/(\w+)<<<(.*)>>>\(/LAUNCH(\1, \2, /' matmul.cu | g++ -x c++ -std=c++17 -O1
 //         -U_FORTIFY_SOURCE -include in_depth/cuda_on_cpu.h -o matmul - && ./matmul
 //
-// Each kernel is compared with a reference in double (if large, in part). On a GPU they are also
+// Each kernel's result is checked, a matmul's in double (a large C in part). On a GPU they are also
 // timed, matmuls beside cuBLAS. The last line is PASS, or the exit code is 1 (2: a wrong option).
 
 #include <algorithm>
@@ -321,7 +321,7 @@ std::vector<float> random_values(size_t count, unsigned seed) {
 }
 
 // The largest error in C (with margins), relative to the sum of |a b| of its row and column. Of a
-// large matrix, some 5,000 are checked, spread over columns: their distance and N are coprime.
+// large C some 5,000 elements are checked, spread over columns: their distance and N are coprime.
 double max_error(const std::vector<float>& C, const std::vector<float>& A,
                  const std::vector<float>& B, int M, int N, int K) {
     size_t count = size_t(M) * N;

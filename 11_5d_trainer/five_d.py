@@ -10,7 +10,7 @@ on a grid with one axis per technique, and each technique runs in the groups alo
     pp    06       the layers           activations to the next stage; gradients back    M
     ep    07       the experts          tokens to their experts and back: all-to-all     M per layer
 
-A step has M micro-batches. Each forward message but the counts has one like it on the way back.
+A step has M micro-batches. Each forward message but token counts has one like it on the way back.
 
     16 ranks with --pp 2 --cp 2 --tp 2; dp is what remains: 2
                   cp 0   cp 1               cp 0    cp 1     rank 5: stage 0, dp 1, cp 0, tp 1

@@ -1,6 +1,6 @@
 """A file of code as HTML: each line with its number, an anchor, and colours for comments, strings, words and numbers.
 
-Five kinds of tokens and one regular expression, a second for all 200 files. The names of the classes are Pygments',
+Five kinds of tokens and one regular expression; all files take a second. The names of the classes are Pygments',
 so the theme colours them, in light and in dark.
 """
 

@@ -8,7 +8,7 @@ Above a table whose cells are formulas, and above a line such as `W = 2·V·H + 
 It names a function below. That gets the table's formulas as one function of the symbols, in the order of reading, and
 yields pairs: what the README says for some sizes, and what the chapter's code says.
 
-A formula within a sentence, or in a line with words, is tied if `quoted` has it; prose has more of them.
+A formula within a sentence, or in a line with words, is computed only if `quoted` has it; others are not.
 """
 
 import math

@@ -19,8 +19,8 @@ DEVICE.json holds device, driver, versions, commit and date, the outcome of ever
 and its prediction. `make results FROM=DEVICE.json` puts them into results/ and fills the tables of the READMEs.
 
 It needs Python, torch, triton and tqdm. Steps that need nvcc, a profiler, pytest or a Hopper GPU are "not run" without.
-Nothing is installed, and nothing is written into the tree. Exit code: 0 if something ran and all of it is right, 1 if
-not, 2 if nothing could be started.
+Nothing is installed, and nothing is written into the tree except --out, by default runs/gpu (ignored by git). Exit
+code: 0 if something ran and all of it is right, 1 if not, 2 if nothing could be started.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ another one, or has ended keeps all others waiting, without a message. Three com
     order      two collectives in one order on some ranks and in the other order on others
 
 If the two had the same kind and size, nothing would hang: they would match, and sum tensors that do not
-belong together. `losses_differ.py` is about that.
+belong together. `losses_differ.py` would show wrong gradients.
 
 From outside all look the same (no output, GPUs at 100 %, since waiting is a kernel); they differ in where
 each rank waits. So every rank needs an alarm: `Alarm` prints the line of code in which the rank waits, and,

@@ -14,7 +14,7 @@ parameter by parameter:
 
 Compare in float64, where rounding is 1e-16 and a mistake is not, and in the first step, before optimizers hide it
 (Adam divides by the gradient's size: a factor of two disappears). Before that, check two cheap things: do all
-ranks begin with the same weights, and have they different tokens? This script checks both, and then compares
+ranks begin with the same weights, and does each have other tokens? This script checks both, and then compares
 ranks with one process.
 
     torchrun --nproc_per_node 2 losses_differ.py --cause mean             the table, what it means, exit code 1

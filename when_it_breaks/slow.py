@@ -1,6 +1,6 @@
 """It is slow: where a step's time goes, rank by rank, and which rank the others wait for.
 
-    loader      the next batch is made when it is needed: every rank computes nothing meanwhile
+    loader      the next batch is made when it is needed: meanwhile no rank computes
     straggler   one rank is slower (a hot GPU, a longer document, a busy machine): all the others wait for it in the
                 all-reduce, so the profile of a *fast* rank says "communication", and the network is innocent
     messages    an all-reduce for each parameter: each pays the latency of a message, however small

@@ -107,6 +107,8 @@ def test_a_mask_that_is_handed_on_and_memory_that_nobody_has_written_are_no_mist
             torch.full((2, 4), -math.inf).softmax(1)  # a row of which nothing is to be seen
         with pytest.raises(FloatingPointError, match="aten.sub"):
             mask - mask
+        with pytest.raises(FloatingPointError, match="aten.masked_fill"):
+            ones.masked_fill(ones > 0, math.inf)  # a mask with the wrong sign
         assert torch.zeros(2).log().exp().sum() == 0
         torch.zeros(2).to(torch.float8_e4m3fn)
         for operation, given in ((Tensor.log, -ones), (Tensor.log1p, -2 * ones), (lambda x: x.div_(0), ones.clone())):

@@ -64,7 +64,9 @@ def test_the_search_finds_what_trying_every_order_finds(case):
 def test_the_search_finds_the_optimum_from_a_bad_start_as_well():
     for p, m, times, limit in [*CASES, (2, 4, Times(), 3), (3, 4, Times(), 5), (3, 3, Times(3, 4, 2), 2)]:
         start = schedule_of([["F", "B", "W"] * m] * p, m)  # one micro-batch at a time
-        found, cost = Exhaustive(p, m, times, limit).run(start, float("inf"))
+        search = Exhaustive(p, m, times, limit)
+        found, cost = search.run(start, float("inf"))
+        assert search.nodes < 20_000, "the bound of a partial schedule is too low"
         assert max(simulate(found, times).peak_activations) <= limit
         assert cost == exhaustive(p, m, times, limit)[1] == simulate(found, times).cost
 

@@ -51,7 +51,8 @@ class HostWaits(TorchDispatchMode):
 
     These are: a value that Python reads (`item`, `tolist`, `int`, `bool`); an output whose size depends on
     data (`nonzero`, indexing with a mask, `unique`, `bincount`, `repeat_interleave` without `output_size`); a
-    tensor made from Python numbers, copied from the host. On a GPU: torch.cuda.set_sync_debug_mode("error").
+    tensor made from Python numbers, copied from the host. On a GPU: torch.cuda.set_sync_debug_mode("error"), which
+    lets a number pass that is written through a mask.
     """
 
     READS = ("tolist", "numpy", "cpu", "__array__")  # on a CPU these only read memory

@@ -82,7 +82,7 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     logits_ptr += row * stride
-    # --- exercise 9.37: m and s of a row that is read in blocks of BLOCK; -inf is a logit like any other ---
+    # --- exercise 9.37: m and s of a row that is read in blocks of BLOCK; a block may be all -inf ---
     m = tl.full([], -float("inf"), WIDE)
     s = tl.zeros([], WIDE)
     for start in range(0, vocab, BLOCK):

@@ -6,7 +6,7 @@ A program that is only ever run on a CPU has mistakes that no CPU shows. Here th
 more. Its tensors are ordinary CPU tensors, so that all numbers are right; each storage has a note of where it is said
 to be, which every operator hands on to what it returns. With the notes, these are refused as on a real GPU:
 
-    two devices in one operator           "Expected all tensors to be on the same device"; single numbers of the host go
+    two devices in one operator           "Expected all tensors to be on the same device"; a host scalar is allowed
     a host tensor in a collective of nccl "No backend type associated with device type cpu"; nor has it 16-bit integers
     a device tensor sent over gloo        gloo sends from host memory only
     .numpy() and np.asarray               numpy reads host memory only

@@ -248,8 +248,8 @@ def ceilings(device: torch.device, dry: bool) -> tuple[list[Ceiling], str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what the device can do at most.")
-    parser.add_argument("--gpu", action="store_true", help="measure")
-    parser.add_argument("--dry", action="store_true", help="with --gpu: the same at tiny sizes, to try the program")
+    parser.add_argument("--gpu", action="store_true", help="the same: every benchmark takes it")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, to try the program")
     parser.add_argument("--out", type=Path, help="folder for the result instead of results/")
     args = parser.parse_args()
     if args.dry and not args.out:
@@ -267,7 +267,7 @@ def main() -> int:
     found, sizes = ceilings(device, args.dry)
     table = Table(
         "gpu_ceilings",
-        "What the device reaches at most: every floor below is computed from these",
+        "What the device reaches at most",
         ["what", "median (quartiles)", "unit", "of the data sheet", "predicted", "measured / predicted"],
         f"{sizes}. Random data, each result verified, cold L2 cache. Predicted: 90 % of the data sheet's bandwidth, 80 "
         "% of its rate, 85 % of the link's; these are rates, so above 1 is faster than expected.",

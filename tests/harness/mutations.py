@@ -43,7 +43,7 @@ class Mistake:
     old: str
     new: str
     caught_by: str  # "test_file.py::test_name"
-    hint: str = ""  # for who made it in an exercise
+    hint: str = ""  # shown to whoever made it in an exercise
     exercise: str = ""  # "2.3", the fence in which `old` lies: no list says it; "" outside the exercises
     source: str = "known"  # a project and the number of its issue, where one has shipped it; or typical
     spoils: str = ""  # the benchmarks that must catch it: "bench_zero bench_zero3"

@@ -4,7 +4,7 @@ A measurement alone says little: is 3 ms good? So each GPU benchmark has a colum
 computed here from constants of the GPU that was found, and one with the measured time over it. Where the two
 differ, a statement of the model is wrong, and that is where to look.
 
-Four models, each a maximum over resources that are used at the same time:
+Four models. Resources that are used at the same time count by their maximum, others add up:
 
     moved        bytes over the copy bandwidth, and the launch of a kernel
     product      FLOPs over the rate that a matmul reaches

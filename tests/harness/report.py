@@ -13,8 +13,8 @@ differs from its results; a test does the same.
 Between `<!-- files -->` and `<!-- end files -->` is, for each in-depth script of the chapter, a list of the
 files to copy with it to run it elsewhere.
 
-A block that begins with `<!-- gpu results: NAME -->` shows only results of GPUs, and nothing until there are
-any. A run of `make gpu` is a file of the same kind; `--take FILE` puts its results into results/.
+A block that begins with `<!-- gpu results: NAME -->` shows only results of GPUs, and is empty without them
+(but gpu_run says so). A run of `make gpu` is a file of the same kind; `--take FILE` puts its results into results/.
 """
 
 import argparse
