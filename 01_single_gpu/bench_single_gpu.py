@@ -1,6 +1,6 @@
 """A step of single_gpu.py: its bytes from one change to the next, and its time against naive attention and in_depth.
 
-Verified first: losses, gradients and parameters match the reference, and all bytes match the formulas.
+Verified first: the core file's losses, gradients and parameters match the reference, its bytes the formulas.
 
     python bench_single_gpu.py            measure, write the results, draw the figures
     python bench_single_gpu.py --figures  draw the figures again

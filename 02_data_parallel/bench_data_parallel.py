@@ -3,7 +3,7 @@
     python 02_data_parallel/bench_data_parallel.py               4 processes on the CPU, Gloo
     python 02_data_parallel/bench_data_parallel.py --figures     only draw the figures again
 
-First every gradient of every form is compared with DDP's; only then is anything timed. A step is zero_grad, forward,
+Every gradient of a form is compared with DDP's before the form is timed. A step is zero_grad, forward,
 backward and the wait for the gradients. Two steps alternate in pairs, and the table gives the ratio of their seconds.
 On a CPU that compares what hooks, copies and launches cost: computing and sending share the same cores, so overlap
 gains nothing there. Beside it stands the ratio of processor seconds, of all ranks and all their threads, which other
@@ -104,7 +104,7 @@ def compare(name):
         step = step_of(model, grad_sync, tokens, num_valid)
         step()
         check(model, ddp.module, f"{what}, {name} parameters")
-        repeats = 21 if what == "bucketed" else 5  # the others are not close
+        repeats = 21 if what == "bucketed" else 5  # the closest to 1
         against = [paired(step, other, repeats=repeats, setup=dist.barrier) for other in (ddp_step, deep_step)]
         against.append(processor_paired(step, ddp_step, repeats))
         sent = {}
@@ -370,7 +370,7 @@ def main():
     )
     write_result(
         "02_timeline",
-        "When gradients were complete and messages in flight, on one of two ranks, 6.4M parameters",
+        "When gradients were complete and messages in flight, one of two ranks, 6.4M parameters, buckets of 4 MiB",
         ["form", "what", "number", "begin", "end"],
         run_ranks(2, timeline, "6.4M", timeout=120)[0],
         "Times are shares of the longest of the three steps, from the moment that the backward pass began.",

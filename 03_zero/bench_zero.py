@@ -195,14 +195,14 @@ def compare(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
             ],
             rows,
             f"{million}M parameters in fp32 with AdamW, {ROWS} x {LENGTH} tokens per rank. The parameters after two "
-            "steps of SGD in float64 were compared first. The peak is all that is alive at once in a step. Bytes sent "
-            "are payloads times the formula of a ring. in_depth's stage 3 does not recompute. Point to point: "
+            "steps of SGD in float64 were compared first. The peak is all that is alive at once in a step. Bytes sent: "
+            "payloads times the formula of a ring. in_depth's stage 3 does not recompute. Point to point, counted: "
             "ExchangeAndSum and SendToAll of zero_stages.py, in ours and in in_depth, in place of Gloo's collectives.",
         )
 
 
 def count(device: torch.device, tokens: Tensor, labels: Tensor) -> None:
-    """Bytes held in mixed precision by kind, and where in all of it they lie: `03_ground_bytes`."""
+    """Bytes held in mixed precision, by kind, and their formula: `03_ground_bytes`."""
     rows = []
     for stage in (0, 1, 2, 3):
         layers = build_layers(device, torch.float32)

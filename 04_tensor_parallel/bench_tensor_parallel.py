@@ -3,7 +3,7 @@
     python 04_tensor_parallel/bench_tensor_parallel.py              4 processes on CPU (Gloo), or 4 GPUs (NCCL)
     python 04_tensor_parallel/bench_tensor_parallel.py --figures    draw the figures again from the results
 
-First output and all gradients are compared; only then is anything timed. A step is forward, backward and the sum of
+First output and parameters' gradients are compared; only then is it timed. A step is forward, backward and the sum of
 partial gradients. All three use the same norm and the same attention. The core file's form is the overlapped one.
 """
 
@@ -230,7 +230,7 @@ def compare(device: torch.device) -> None:
         columns += ["peak bytes, ours", "theirs", "seconds of a step, ours / theirs (quartiles)"]
         note = (
             f"A step is forward, backward and the sum of partial gradients, {CONFIG.batch} x {CONFIG.seq_len} "
-            f"tokens, hidden {CONFIG.hidden}, float32. Peak: bytes allocated at once beyond weights and x."
+            f"tokens, hidden {CONFIG.hidden}, float32. Peak: beyond weights and x. Only in_depth has no biases."
         )
         write_result("04_ground", f"A block of the core file on {RANKS} ranks", columns, rows, note)
 

@@ -3,8 +3,8 @@
     python 06_pipeline_parallel/bench_pipeline_parallel.py                4 processes on a CPU (Gloo); under a minute
     python 06_pipeline_parallel/bench_pipeline_parallel.py --figures      draw again, from the results
 
-First every gradient is compared with one process, with torch.distributed.pipelining and with the executor of in_depth;
-only then is anything timed. Four processes on few cores cannot show what a pipeline gains, because their computation
+First every gradient, of ours, of torch.distributed.pipelining and of the executor of in_depth, is compared with
+one process before it is timed. Four processes on few cores cannot show what a pipeline gains, because their computation
 shares the cores. So the bubble is measured with stages that sleep until an F has taken 40 ms and a BW 80. Schedule,
 messages and waits are those of the core file; the timelines are what these runs recorded.
 """

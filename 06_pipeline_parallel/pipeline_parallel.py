@@ -107,7 +107,7 @@ class Stage:
         The last stage receives None and starts from the loss. The first stage returns None.
         """
         # --- exercise 6.2: the backward pass of one stage ---
-        x, y = self.in_flight.pop(i)  # an entry left behind would keep the graph alive
+        x, y = self.in_flight.pop(i)  # an entry left behind would keep both in memory
         y.backward(grad_output)  # adds to the gradient of each parameter
         return x.grad
         # --- end exercise ---

@@ -3,8 +3,8 @@
     python 07_expert_parallel/bench_expert_parallel.py               4 ranks on the CPU: ratios, bytes, figures
     python 07_expert_parallel/bench_expert_parallel.py --figures     draw the figures again from the results
 
-First the script's own check must find no failure, and all three layers must agree, forward and backward, on output,
-gradients and bytes; only then is anything timed.
+First the script's own check must find no failure, and all three layers must agree on output and gradients; only then
+is anything timed. Bytes must equal the formula before anything is written.
 """
 
 import argparse

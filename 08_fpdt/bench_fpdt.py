@@ -264,7 +264,7 @@ def write_measured() -> None:
         ["way", "bytes on the device at most", "bytes on the host at most", "bytes copied", "time over " + BASE],
         run_ranks(1, measured, timeout=300)[0],
         f"{S} tokens, {script.N_HEADS} query heads and {script.N_KV_HEADS} K/V heads of {script.HEAD_DIM}, float32. "
-        "The device's bytes are beyond x and the parameters; all are counted. in_depth gets q, k and v of all tokens, "
+        "The device's bytes include x and the parameters; all are counted. in_depth gets q, k and v of all tokens, "
         "computes pairs with its readable kernel, and stores the same on the host. A CPU's copies take time from its "
         "work.",
     )

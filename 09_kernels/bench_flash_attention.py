@@ -203,7 +203,7 @@ def draw_tiles(axes, result):
     rows = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
     for panel, kernel in zip(axes, ("out", "dk, dv"), strict=True):
         mine = [row for row in rows if row["of"] == kernel]
-        S = max(row["from token"] + row["tokens"] for row in mine if row["of"] == kernel)
+        S = max(row["from token"] + row["tokens"] for row in mine)
         panel.barh(S / 2, S, height=S, color=COLOURS["idle"], alpha=0.2)
         for row in mine:
             i, j, high, wide = row["from token"], row["meets"], row["tokens"], row["tokens of it"]

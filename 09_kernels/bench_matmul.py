@@ -1,4 +1,4 @@
-"""The kernels of matmul.cu: what they ask of each memory, counted; and beside the rungs of in_depth, in one run.
+"""The kernels of matmul.cu: what they ask of each memory, counted; and their machine code, beside in_depth's rungs.
 
     python 09_kernels/bench_matmul.py              any machine: verify, count, write results and figures; no speed
     python 09_kernels/bench_matmul.py --gpu        on a GPU: build with nvcc, verify, time

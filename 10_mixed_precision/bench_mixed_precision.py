@@ -1,4 +1,4 @@
-"""The core file against torch.amp and in_depth, in one run; and the data of its figures.
+"""The core file's fp8 layer, timed beside in_depth's and torch.autocast; errors of its recipes; its figures.
 
     python 10_mixed_precision/bench_mixed_precision.py               ratios, errors, figures
     python 10_mixed_precision/bench_mixed_precision.py --figures     draw again
@@ -65,8 +65,8 @@ def rounding_floor(name: str, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def shares(run: mp.Run, expected: mp.Run) -> tuple[float, float]:
-    """Of the first step's gradients that should not be zero, the share that is; of all updates, the share of which not
-    half has arrived where the update is made."""
+    """The share of zeros among gradients of the first step that should not be zero; and the share of updates of which
+    less than half arrives in the weights that are updated."""
     zero_grads = (run.grads[0] == 0)[expected.grads[0] != 0]
     arrived = run.weights.diff(dim=0) / -run.grads
     lost_updates = (arrived < mp.LR / 2)[run.grads != 0]
@@ -132,7 +132,7 @@ def measure() -> None:
         "10_ground_policies", "Three steps of each recipe: how far the weights are from where float64 moves them",
         columns, rows,
         "Errors are shares of how far float64 moves the weights. Gradients zero: share of those of the first step "
-        "that are not zero in float64. Updates lost: share of those by a gradient that is not zero. Skipped: steps.",
+        "that are not zero in float64. Updates lost: less than half arrives; share of those with a gradient not zero.",
     )  # fmt: skip
     rows = []
     for name, (exp_bits, man_bits, has_inf) in mp.FORMATS.items():

@@ -53,7 +53,7 @@ def draw(axes, sizes) -> None:
 
 
 def sizes() -> None:
-    """Activations against sequence length and model size, by the formulas that are verified above."""
+    """Activations against sequence length and model size, by the formula that test_accounting.py verifies."""
     lengths = [2048 * 2**i for i in range(7)]
     rows = [
         [name, seq, *(sum(activations(config, 1, seq, 2, "fused", mode).values()) / GB for mode in ("none", "full"))]

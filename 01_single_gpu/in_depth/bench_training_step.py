@@ -1,6 +1,6 @@
 """A training step of this chapter against the same model in transformers, with the same AdamW, in the same run.
 
-Verified first: from the same weights and batch, both give the same loss and the same gradients. Then the
+Verified first: from the same weights and batch, both give the same loss and, in fp32, the same gradients. Then the
 trace of one step, by kind of operation. `--figures` only draws.
 """
 
@@ -84,7 +84,7 @@ def measure(config: LlamaConfig, precision: torch.autocast | None) -> tuple:
     return ratio, utilization(flops, statistics.median(seconds), peak)
 
 
-PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
+PRODUCTS = ("aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::addmm")
 KINDS = ("matrix products", "attention", "norms, RoPE, SwiGLU, loss", "clip and update")
 
 

@@ -4,7 +4,7 @@
 
 Before any timing, every gradient of every version is compared with DDP's. A step is zero_grad, forward,
 backward, and the wait for the gradients. Our and DDP's steps alternate in pairs; the table gives the ratio of
-their seconds, which must be at or below 1 within its quartiles for the bucketed version. On CPU that ratio
+their seconds, which should be at or below 1 within its quartiles for the bucketed version. On CPU that ratio
 compares the overhead (hooks, copies, launches), because compute and communication share the same cores and
 overlap gains nothing.
 """

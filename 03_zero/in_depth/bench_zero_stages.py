@@ -8,7 +8,7 @@ the update. Peaks count every tensor since the model was built, on the rank with
 
 On a CPU two more tables show the cost of Gloo's reduce-scatter against its all-reduce, and each stage's bytes
 per step on the wire, as the operating system counts them on the loopback interface. As root, the processes
-get their own network; otherwise the smallest of five windows counts, since other traffic only adds.
+get their own network; in any case the smallest of five windows counts, since other traffic only adds.
 """
 
 import ctypes

@@ -148,7 +148,7 @@ def kept_by_both(leave_out: Iterable[Tensor]) -> Iterator[dict[int, int]]:
 def must_be_same(got: Tensor, want: Tensor, what: str) -> None:
     error = ((got - want).abs().max() / want.abs().max()).item()
     if not error <= 1e-5:
-        raise SystemExit(f"{what} differs from torch's by {error:.1e}: nothing is measured")
+        raise SystemExit(f"{what} differs by {error:.1e}: nothing is measured")
 
 
 def options(about: str | None, figures: bool = False) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
     python 04_tensor_parallel/in_depth/bench_parallel_llama.py    4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-Losses and gradients of the logits are compared before any timing. A step is loss and backward.
+The gradients of the logits are compared before any timing. A step is loss and backward.
 Then Llama 3 70B on 1 to 64 ranks, by formulas that the tests compare with measurements.
 """
 

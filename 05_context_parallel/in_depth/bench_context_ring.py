@@ -205,7 +205,7 @@ def main() -> None:
         ],
         rows,
         f"{S} tokens, {HEADS} heads of {D}, float32, PyTorch's kernel in all. Work is CPU seconds of all ranks; "
-        "median and quartiles. Pairs are counted; the last rank's time stands where the ranks differ.",
+        "median and quartiles. Pairs by formula; of two ranks with a core each, the larger ratio.",
     )
 
 

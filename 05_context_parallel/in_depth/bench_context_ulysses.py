@@ -5,7 +5,7 @@
     python 05_context_parallel/in_depth/bench_context_ulysses.py --figures   only draw
 
 Before anything is timed or written, every version must match the output and the gradients of dense attention,
-and send the bytes of its formula.
+and the bytes that the table of bytes calls measured must equal the formula.
 """
 
 import sys
@@ -265,7 +265,7 @@ def main() -> None:
         "Bytes that each rank sends in the forward pass of one layer, as sequence and ranks grow together",
         ["ranks", "tokens", "Ulysses", "Megatron's sequence parallelism", "ring attention", "measured"],
         rows,
-        f"{LENGTH} tokens per rank, hidden size {HIDDEN}, float32, no grouped-query attention.",
+        f"{LENGTH} tokens per rank, hidden size {HIDDEN}, float32, no GQA; of Megatron's layer the collectives only.",
     )
     write_result(
         "05_ulysses_cost_model",

@@ -4,7 +4,7 @@
     python 07_expert_parallel/in_depth/bench_expert_dispatch.py --gpu           one GPU, milliseconds and TFLOPs
     python 07_expert_parallel/in_depth/bench_expert_dispatch.py --gpu --dry --out DIR   the same at toy size, on the CPU
 
-First all must match a reference of all experts on all tokens, in both passes; only then is anything timed.
+First all must match a reference of all experts on all tokens, in both passes (on a GPU the loop in fp32, forward).
 """
 
 import argparse

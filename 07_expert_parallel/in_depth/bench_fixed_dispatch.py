@@ -2,8 +2,8 @@
 
     python 07_expert_parallel/in_depth/bench_fixed_dispatch.py
 
-First both must agree on outputs and every gradient, with the same pairs dropped, and each byte count must equal its
-formula; only then is anything timed or written.
+Before a row with fixed shapes is timed, both must agree on outputs and every gradient, with the same pairs dropped, and
+its bytes must equal their formula.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def main() -> None:
     write_result(
         "07_fixed_dispatch",
         f"The layer with fixed shapes beside the one that waits, forward and backward on {P} ranks",
-        ["layer", "slots of an expert on a rank", "waits of the host", "pairs dropped", "bytes over waits", "seconds"],
+        ["layer", "slots of an expert on a rank", "waits of the host", "pairs dropped", "bytes / row 1", "seconds"],
         rows,
         f"{K} of {E} experts, {T} tokens per rank, hidden size {H}, {F_} per expert, float32, an untrained router. "
         "Seconds are over those of the layer that waits; the first row is that layer against itself. On a CPU nobody "

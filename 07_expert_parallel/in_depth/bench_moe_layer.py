@@ -69,7 +69,7 @@ def main() -> None:
     write_result(
         "07_moe_layer",
         f"What a layer keeps for backward on one of {P} ranks, and what its recomputation costs",
-        ["layer", "kept, over its input", "recomputed: kept", "recomputed: bytes sent", "recomputed: seconds"],
+        ["layer", "kept / input", "recomputed: kept / input", "recomputed: bytes sent", "recomputed: seconds"],
         [[name, *row] for name, row in rows.items()],
         f"{T} tokens per rank, hidden size 64, float32. The last two columns are over those of the plain layer; "
         "seconds are of forward and backward, median and quartiles.",

@@ -1,8 +1,8 @@
 """Attention in chunks: bytes by number of chunks, measured and predicted, and time; on a GPU, its limits.
 
-    python bench_fpdt_attention.py   CPU: writes the results 08_fpdt, 08_fpdt_speed* and the figure
+    python bench_fpdt_attention.py   CPU: writes the results 08_fpdt, 08_fpdt_speed and the figure
     python 08_fpdt/in_depth/bench_fpdt_attention.py --figures       only redraws the figure
-    python bench_fpdt_attention.py --gpu   one GPU, about 5 minutes: longest sequence, MFU, against recomputation
+    python bench_fpdt_attention.py --gpu   one GPU, under 9 minutes: longest sequence, MFU, against recomputation
     python 08_fpdt/in_depth/bench_fpdt_attention.py --gpu --dry --out DIR   the same program on the CPU, with tiny sizes
 
 First output and gradients of attention in chunks must match the full attention, and the bytes the formulas;
@@ -156,7 +156,7 @@ def main() -> int:
         ["tokens", "chunks", "ranks", "device, forward", "device, backward", "host", "link", "network", "formula"],
         rows,
         f"{HEADS} query and {KV_HEADS} key/value heads of {D}, float32. Link and network: both ways together. "
-        f"With 8 chunks on one rank, a block that keeps its input only moves "
+        f"By formula, with 8 chunks on one rank, a block that keeps its input only moves "
         f"{sum(block_link_bytes(z, HEADS * D, 'input')):,} bytes over the link, and one that keeps attention "
         f"{sum(block_link_bytes(z, HEADS * D, 'attention')):,}.",
     )

@@ -1,6 +1,6 @@
 """A full model in chunks: memory and time of a step next to recomputation, and what stays on the device.
 
-    python 08_fpdt/in_depth/bench_fpdt_model.py   CPU: writes the results 08_fpdt_model* and 08_fpdt_remaining*
+    python 08_fpdt/in_depth/bench_fpdt_model.py   CPU: writes the results 08_fpdt_model and 08_fpdt_remaining
 
 First loss and every gradient of the model in 1 and 4 chunks, with both values of `keep`, have to match the
 full model, on one rank and on two; only then is anything measured. On a GPU: bench_fpdt_attention.py --gpu.
@@ -149,7 +149,7 @@ def main() -> int:
         "What a step holds on the device beyond weights and inputs, and what makes it smaller",
         ["what", "bytes", "falls with"],
         left,
-        f"One layer of hidden size 64, {S} tokens in 16 chunks, 2048 words, float32.",
+        f"One layer of hidden size 64, {S} tokens in 16 chunks, a vocabulary of 2048, float32.",
     )
     return 0
 

@@ -1,6 +1,6 @@
 """The store: copies counted, and what may run beside a computation with 1, 2, 3 slots; on a GPU, what does.
 
-    python 08_fpdt/in_depth/bench_fpdt_store.py   from the recorder: writes the results 08_fpdt_store*
+    python 08_fpdt/in_depth/bench_fpdt_store.py   from the recorder: writes the result 08_fpdt_store
     python 08_fpdt/in_depth/bench_fpdt_store.py --gpu [--out DIR]   one GPU, real streams and pinned memory: GB/s, ms
     python 08_fpdt/in_depth/bench_fpdt_store.py --gpu --dry --out DIR     the same program on the CPU, with tiny sizes
 
@@ -211,7 +211,7 @@ def overlaps(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Pa
         f"A walk over {CHUNKS} chunks on the host, in ms: what two slots hide",
         [
             "bytes of a chunk",
-            "computation / fetch, about",
+            "computation / fetch, aimed at",
             "fetches alone",
             "computations alone",
             "one slot",
@@ -220,7 +220,7 @@ def overlaps(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Pa
             "two slots, predicted",
         ],
         "Computations: matrix products until the share is reached. Every chunk's sum was checked. Medians. Predicted by"
-        " the closed form of fpdt_costs.py: the first fetch, then the longer of both, from the two columns before.",
+        " a closed form: first fetch, then the longer of both, last computation; from the two columns 'alone'.",
         out,
     )
     for size in sizes:

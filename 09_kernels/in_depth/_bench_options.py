@@ -58,7 +58,7 @@ def bench_options(
             parser.error(f"--out {given.out} is where --gpu writes; use both, or neither")
         given.out = Path(given.out)
     if given.seconds is not None and not (math.isfinite(given.seconds) and given.seconds > 0):
-        parser.error(f"--seconds {given.seconds:g} is no time to measure in; use 60 or more")
+        parser.error(f"--seconds {given.seconds:g} is no time to measure in; use a number above 0")
     if given.seconds is not None and not given.gpu:
         parser.error(f"--seconds {given.seconds:g} is the time of --gpu; use both, or neither")
     given.seconds = 400.0 if given.seconds is None else given.seconds

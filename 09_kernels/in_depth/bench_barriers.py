@@ -21,7 +21,7 @@ from harness.figures import COLOURS, write_figure
 from harness.report import write_result
 
 FIGURE = "09_kernels/figures/barriers.svg"
-# One warp of each job in block 0, and matmuls that take two tiles of C, with more steps than stages.
+# One warp of each job in block 0, and matmuls of more steps than stages, in rungs 10 and 12 for two tiles of C.
 WARPS = {
     "tma_wgmma": {0: "warp 0: orders, multiplies", 4: "warp 4: multiplies"},
     "persistent": {0: "producer", 4: "consumers 1", 8: "consumers 2"},

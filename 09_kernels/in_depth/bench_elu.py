@@ -154,8 +154,8 @@ def time_all(dry: bool, folder: Path | None, limit: float) -> None:
         ],
         "One kernel has to move 8 bytes per element forward, as a copy does, and 12 backward. Medians of 30 calls with "
         "a cold L2 cache; a copy and F.elu have their turn after each, and ratios are of neighbours, with quartiles. "
-        "Every element was held against float64. Predicted for both directions together; refuted by 1.3 of it, as then "
-        "no time of a kernel is explained by its bytes.",
+        "Every element is compared with float64. Predicted for both directions together; refuted above 1.3 times that: "
+        "then bytes do not explain the time.",
         folder,
     )
 
@@ -198,7 +198,7 @@ def time_all(dry: bool, folder: Path | None, limit: float) -> None:
         "09_fusion_gpu",
         "Fusion and divergence, timed",
         ["what", "over", "seconds: ratio", "predicted"],
-        f"{n:,} numbers, fp32, in turns, every element held against float64. Predicted from the bytes moved, 28 to 8, "
+        f"{n:,} numbers, fp32, in turns, every element compared with float64. Predicted from the bytes moved, 28 to 8, "
         f"or from the {IN_ONE} instructions of the one kernel where these take longer; and from the {FMAS} FMAs of "
         f"each path beside {BESIDE} other instructions. Refuted by ratios 20 % away.",
         folder,

@@ -2,7 +2,7 @@
 
     python 09_kernels/in_depth/bench_flash_attention_cuda.py   on any machine: errors and sectors, emulated
     python 09_kernels/in_depth/bench_flash_attention_cuda.py --gpu   on a Hopper GPU: against the plain kernel in Triton
-    python 09_kernels/in_depth/bench_flash_attention_cuda.py --gpu --dry   the same program on the CPU, tiny
+    python 09_kernels/in_depth/bench_flash_attention_cuda.py --gpu --dry --out DIR   the same on the CPU, tiny
     python 09_kernels/in_depth/bench_flash_attention_cuda.py --build      on a Hopper GPU: only compile what --gpu runs
 
 First it has to agree with float64, in every tested order of its threads, and to request the predicted

@@ -144,7 +144,7 @@ def gpu(folder: Path, limit: float) -> None:
         ],
         "Verified at uneven sizes, and on two heads of each shape that is timed. TFLOP/s count 4 · B · N · S² · D, "
         "half if causal. Rounding: q, k, v to e4m3 (and v turned) by PyTorch, operation by operation, not in the times "
-        "beside it. `of matmul`: share of the rate of a product of 8192 cubed in bf16. All in turns, in one round. "
+        "beside it. `of matmul`: share of the rate of a product of 8192 cubed in bf16. All alternate, in 20 rounds. "
         "Predicted: of products, exponentials and bytes from L2, side by side, the most.",
         folder,
     )

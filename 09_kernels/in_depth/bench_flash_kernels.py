@@ -372,7 +372,7 @@ def gpu(folder: Path, limit: float) -> None:
         "computes twice. `of matmul`: share of the rate of a matrix product of 8192 cubed in the same rounds. `times "
         "flash`: how many times as fast as SDPA's flash back end, in the same rounds. Each verified at its shape. "
         "Tiles: rows, columns, warps, stages. Predicted from the SASS of the plan's tiles "
-        "(tests/harness/predictions.py). A shape that stands there twice was tuned later.",
+        "(tests/harness/predictions.py). A shape's later rows: the best of several tiles.",
         folder,
     )
     shapes, wrong = TINY if INTERPRETED else SHAPES_GPU, []

@@ -1,4 +1,4 @@
-"""Fused kernels: bytes moved and saved against eager PyTorch; on a GPU, and with AdamW, share of bandwidth.
+"""Fused kernels: bytes moved and saved against eager PyTorch; on a GPU, and there AdamW too, share of bandwidth.
 
     python 09_kernels/in_depth/bench_fused.py                             on any machine: the counts
     python 09_kernels/in_depth/bench_fused.py --gpu                       verify on the GPU, then time
@@ -187,7 +187,7 @@ def far_apart(fused: list[Tensor], eager: list[Tensor]) -> str:
 
 
 def time_all(dry: bool, folder: Path | None, wrong: dict[str, str], end: float) -> None:
-    """Times every correct kernel, next to eager PyTorch and a copy of as many bytes; all alternate."""
+    """Times every correct kernel, eager PyTorch and a copy of as many bytes in turns; torch.compile later."""
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     device, gpu, repeats = device_here(), predictions.here(), 2 if dry else 30
     table = Table(
@@ -201,9 +201,9 @@ def time_all(dry: bool, folder: Path | None, wrong: dict[str, str], end: float) 
             "torch.compile takes, times",
             *predictions.COLUMNS,
         ],
-        "Bytes by the formula, over those of a copy of as many bytes that is timed in turns. Cold L2 cache, median of "
-        f"{repeats} calls. RoPE: 32 heads of 128. SwiGLU: 14,336 columns. Predicted: those bytes over 90 % of the data "
-        "sheet's bandwidth; under 0.9 of it, some of them were found in L2, or are not moved.",
+        "Bytes by the formula, over those of a copy of as many. Copy, kernel and eager alternate; torch.compile is "
+        f"timed later. Cold L2 cache, median of {repeats} calls. RoPE: 32 heads of 128. SwiGLU: 14,336 columns. "
+        "Predicted: those bytes over 90 % of the data sheet's bandwidth; under 0.9 of it, some were found in L2.",
         folder,
     )
     fused: dict[str, float] = {}  # by row, seconds

@@ -115,7 +115,7 @@ def count(folder: Path | None) -> None:
     ours.step()
     states = [ours.state[flat][name] for name in ("exp_avg", "exp_avg_sq")]
     low = torch.empty_like(flat, dtype=torch.float16 if DEVICE == "cpu" else torch.bfloat16)  # 2 bytes each
-    settings = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    settings = SETTINGS | {"eps": 1e-8}
     with_copy = partial(adamw_, flat.data, flat.grad, *states, step=2, scale=scale, copy=low, **settings)
     rows = []
     for name, eager, fused, predicted in (

@@ -187,7 +187,7 @@ def draw_swizzle(axes, result) -> None:
                 panel.bar(place + 0.5, -1, 1, bottom=row + 1, color=colour, edgecolor=GREY, linewidth=0.5)
                 ink = "black" if chunk == chosen else GREY
                 panel.text(place + 0.5, row + 0.52, str(chunk), ha="center", va="center", fontsize=8, color=ink)
-        title = "chunk c of row r at place c XOR r: 1 turn" if swizzled else "as they are: a column takes 8 turns"
+        title = "chunk c of row r at place c XOR r: 1 wavefront" if swizzled else "plain: a column takes 8 wavefronts"
         panel.set(title=title, xlim=(0, 8), ylim=(8, 0), xlabel="place in the row: four banks each")
         panel.set_xticks([place + 0.5 for place in range(8)], [f"{4 * p}-{4 * p + 3}" for p in range(8)], fontsize=8)
         panel.set_yticks([row + 0.5 for row in range(8)], range(8))
@@ -259,7 +259,7 @@ def write_l2(folder: Path | None, size: int = 8192) -> None:
         f"What the rungs with wgmma ask of L2 on an H100, and what of A and B they use at one time, at {size}³",
         [
             *("rung", "C of a block or cluster", "bytes a step asks of L2", "clocks of its products"),
-            *("bytes a clock, all blocks", "TFLOP/s, if L2 answered"),
+            *("bytes a clock, all blocks", "TFLOP/s at L2's rate"),
             *("rows of A + of B in the first wave", "GB from HBM, if a wave fetches each once"),
         ],
         rows,
@@ -327,7 +327,7 @@ def predict_and_count(folder: Path | None) -> None:
             "precision",
             "sectors predicted",
             "counted",
-            "turns per shared load, in the source",
+            "wavefronts per shared load, in the source",
             "registers",
             "shared bytes",
             "occupancy",

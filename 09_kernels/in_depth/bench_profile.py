@@ -5,7 +5,7 @@
 
 A profiler does not change results, so nothing is verified here: the benchmark of each kernel verifies it at
 the same shape. It repeats a kernel to read all counters, so its seconds are useless; use the benchmarks'.
-`--clock-control none` leaves the clocks as in a training run.
+`--clock-control none` leaves the clocks as in a training run. --seconds is 120 at most, also by default.
 """
 
 import csv
@@ -131,8 +131,8 @@ def profile(dry: bool, folder: Path | None, limit: float) -> int:
         "09_profile",
         "Five kernels under Nsight Compute, one warm launch each",
         ["kernel", *METRICS],
-        "ncu --clock-control none. Busy: of the most that this unit could do, by its busiest part. In the order of the "
-        "columns, ncu calls them " + "; ".join(f"{metric}" for _, metric in METRICS.values()) + ".",
+        "ncu --clock-control none. Busy: of the most that this unit could do, by its busiest part. "
+        "What ncu calls the columns: the table above.",
         folder,
     )
     for name, profiled in PROFILED.items():

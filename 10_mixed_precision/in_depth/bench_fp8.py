@@ -5,8 +5,8 @@
     python 10_mixed_precision/in_depth/bench_fp8.py --gpu --dry --out DIR   the same program on a CPU, with tiny sizes
 
 Both verify first: each recipe's three matmuls against the quantised operands' matmuls, on a GPU the
-hardware's against the emulated ones. The GPU part writes 10_fp8_speed, the most important rows first, and
-starts no row that would not end within --seconds.
+hardware's against the emulated ones, at one small size. The GPU part writes 10_fp8_speed, the most important
+rows first, and starts no row in the last two seconds of --seconds.
 """
 
 import os
@@ -126,7 +126,7 @@ def outliers() -> None:
 
 
 def accumulation() -> None:
-    """Sums of K products of one sign: relative error with 14 bits, by how often the sum is promoted."""
+    """Sums of K products, of one sign and of random ones: relative error with 14 bits, promoted or not."""
     rows = []
     for K in (128, 512, 1024, 2048, 4096, 8192):
         a, b = (quantize(torch.randn(24, K, generator=torch.Generator().manual_seed(i)).abs(), e4m3) for i in range(2))
@@ -215,7 +215,7 @@ def predicted_linear(name: str, tokens: int, size: int) -> float | None:
 
 def gpu(dry: bool, out: Path | None, limit: float) -> None:
     if not dry and not torch.cuda.is_available():
-        line = "bench_fp8.py: --gpu needs a CUDA GPU, and none is here; add --dry to try the program on the CPU"
+        line = "bench_fp8.py: --gpu needs a CUDA GPU, and none is here; add --dry --out DIR to try it on the CPU"
         print(line, file=sys.stderr)
         sys.exit(2)
     end = time.monotonic() + limit

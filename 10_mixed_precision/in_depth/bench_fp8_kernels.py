@@ -1,7 +1,7 @@
 """The kernels: verified in the interpreter, compiled for Hopper; on a GPU also timed.
 
     python 10_mixed_precision/in_depth/bench_fp8_kernels.py
-    python 10_mixed_precision/in_depth/bench_fp8_kernels.py --gpu [--out DIR] [--dry]
+    python 10_mixed_precision/in_depth/bench_fp8_kernels.py --gpu [--out DIR [--dry]]
 
 Without a GPU it writes what Triton's compiler made for sm_90 (10_fp8_kernels). With --gpu: quantisation against the
 same operations in PyTorch, and the matmul with tiles against bf16 (10_fp8_kernels_speed).
@@ -133,7 +133,7 @@ def main() -> None:
     args = gpu_options()
     if args.gpu and not args.dry and not torch.cuda.is_available():
         print(
-            "bench_fp8_kernels.py: --gpu needs a CUDA GPU, and none is here; add --dry to try it on the CPU",
+            "bench_fp8_kernels.py: --gpu needs a CUDA GPU, and none is here; add --dry --out DIR to try it here",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -1,7 +1,7 @@
 """The matmul in CUDA: how exact its sums are, what nvcc compiles it to, and, on a Hopper GPU, how fast it is.
 
     python 10_mixed_precision/in_depth/bench_fp8_matmul.py
-    python 10_mixed_precision/in_depth/bench_fp8_matmul.py --gpu [--out DIR] [--dry] [--seconds S]
+    python 10_mixed_precision/in_depth/bench_fp8_matmul.py --gpu [--out DIR [--dry]] [--seconds S]
 
 First it must agree with its definition, in all tested orders of its threads (on a GPU with the exact matmul).
 Without a GPU it writes errors of emulated sums (10_fp8_cuda). With --gpu it is timed in turns with the Triton
@@ -144,7 +144,7 @@ def main() -> None:
     if args.gpu and not args.dry:
         reason = "no CUDA GPU is here" if not torch.cuda.is_available() else fp8_matmul.refusal("cuda")
         if reason:
-            print(f"bench_fp8_matmul.py: --gpu: {reason}; add --dry to try it on the CPU", file=sys.stderr)
+            print(f"bench_fp8_matmul.py: --gpu: {reason}; add --dry --out DIR to try it here", file=sys.stderr)
             sys.exit(2)
     device = "cuda" if args.gpu and not args.dry else "cpu"
     try:

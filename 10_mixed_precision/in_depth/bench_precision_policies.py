@@ -76,7 +76,7 @@ def underflow() -> None:
     shares = [((flat * 2.0**k).to(fp16) == 0).double().mean().item() for k in (0, 16)]
     write_result(
         "10_underflow",
-        "Gradients of activations, by power of two: share of all",
+        "Gradients of activations, by power of two: share of those that are not zero",
         ["power of two", "share"],
         rows,
         f"First step, loss divided by the tokens of {REPLICAS:,} ranks. fp16 makes zero of {shares[0]:.1%} of them; "
@@ -167,8 +167,8 @@ def measure() -> None:
         ["policy", "bytes per parameter", "loss", "against fp32", "updates lost to rounding", "steps skipped"],
         rows,
         f'0.4 million parameters, bytes of Python\'s standard library, AdamW, learning rate {LR:g}. "fp32, nudged" '
-        "starts with every weight two to four units in the last place larger. Single runs: differences of a few tenths "
-        "of a per cent come and go with anything that changes rounding.",
+        "starts with every weight two to four units in the last place larger. Single runs, each on the "
+        "same batches: a few tenths of a per cent do not rank them (10_fp8_learning_rates has the spread).",
     )
     curve_rows = []
     for step in range(0, STEPS, 5):

@@ -165,8 +165,8 @@ def main() -> None:
         columns += [f"{what}: {program}" for program in ("the trainer", other)[: len(found)]]
     rows = [[kind, *(f"{each[kind]:.3f} ({each[kind] / each['all']:.0%})" for each in shown)] for kind in KINDS]
     rows.append(["all", *(f"{each['all']:.3f}" for each in shown)])
-    rows.append(["the same products and attention alone", *(f"{each['floor']:.3f}" for each in shown)])
-    rows.append(["all / these", *(f"{each['all'] / each['floor']:.2f}" for each in shown)])
+    rows.append(["floor: its products and attention alone", *(f"{each['floor']:.3f}" for each in shown)])
+    rows.append(["all / floor", *(f"{each['all'] / each['floor']:.2f}" for each in shown)])
     write_result(
         "11_seconds",
         "Where the CPU seconds of a step go, and the floor",

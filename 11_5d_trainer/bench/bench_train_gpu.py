@@ -354,7 +354,7 @@ def masked_flops(job: Job) -> float:
 
 COUNTED = "MFU counts attention as the full square; the column beside it, the half that a causal mask leaves."
 BASIS = (
-    "Predicted: the floors of all parts by the data sheet, 90 % of its bandwidth and 80 % of its rate; attention 50 %."
+    "Predicted, for fp8 too in bf16: floors by 90 % of the data sheet's bandwidth, 80 % of its rate; attention 50 %."
 )
 
 

@@ -7,8 +7,8 @@
     python 11_5d_trainer/planner/bench_plan.py --ranking    only the order of layouts, after a few bytes
     python 11_5d_trainer/planner/bench_plan.py --figures    only draws
 
-First the bytes: if bytes stored or sent are not exact, or a peak is off by more than 5 %, it ends with exit
-code 1 and writes nothing. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed and compared with
+First the predictions. Then the bytes: if bytes stored or sent are not exact, or a peak is off by more than 5 %, it ends
+with exit code 1 and writes no more. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed, beside
 the planner's order, with the rates that `plan.py --calibrate` measures on as many ranks just before. Times
 are ratios to the fastest.
 """
