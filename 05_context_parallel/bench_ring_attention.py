@@ -272,6 +272,7 @@ def write_computed() -> None:
         ["method", "own q, out, LSE", "own K/V", "blocks of others"],
         rows,
         "Computed from the formulas, not measured.",
+        computed=True,
     )
     write_result(
         "05_ground_timeline",
@@ -279,6 +280,7 @@ def write_computed() -> None:
         ["layout", "rank", "step", "block of", "begins", "pairs", "message"],
         timeline(),
         "Computed from `visible_slices` of ring_attention.py, not measured.",
+        computed=True,
     )
 
 

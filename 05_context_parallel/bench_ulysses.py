@@ -91,6 +91,7 @@ def write_computed() -> None:
         ["when", "head", "tokens of", "ranks"],
         rows,
         "Computed by `local_heads` of ulysses.py, not measured.",
+        computed=True,
     )
 
 

@@ -246,6 +246,7 @@ def write_computed() -> None:
         idles,
         "Computed from the log of fpdt.py, with pairs that take 1 forward and 2.5 backward, half of it for a chunk "
         "with itself, and nothing for projections.",
+        computed=True,
     )
     write_result(
         "08_ground_streams",
@@ -254,6 +255,7 @@ def write_computed() -> None:
         drawn,
         "Computed from the log of fpdt.py; 1 is a pair of chunks in the forward pass. Copying a chunk's K/V takes 0.75 "
         "with one buffer and with two (4 chunks), 0.5 in the two passes (3 chunks).",
+        computed=True,
     )
 
 

@@ -89,6 +89,7 @@ def write_hierarchy() -> None:
         f"{SMS} SMs at {CLOCK / 1e9} GHz. NVIDIA's data sheet, white paper and programming guide; L2's speed "
         "and the latencies: doi 10.1016/j.ultsonch.2023.106546, table 3. Registers: what 128 FMAs per cycle read. The "
         "data sheet's peaks, 66.9 TFLOP/s in fp32 and 989 in bf16, are at higher clocks: 1.98 and 1.83 GHz.",
+        computed=True,
     )
 
 

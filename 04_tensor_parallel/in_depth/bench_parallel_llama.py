@@ -94,7 +94,7 @@ def worker(device: torch.device) -> None:
             "with gradients, master weights and moments; what the 80 blocks keep, nothing recomputed."
         )
         title = f"Llama 3 70B on a rank of t, one sequence of {SEQUENCE:,} tokens, by the formulas"
-        write_result("04_degrees", title, columns, degrees(), note)
+        write_result("04_degrees", title, columns, degrees(), note, computed=True)
 
 
 if __name__ == "__main__":

@@ -259,6 +259,7 @@ def main() -> None:
         ],
         heads_rows(),
         "Computed, not measured. Sent by a rank in forward, in units of its own part of q.",
+        computed=True,
     )
     write_result(
         "05_ulysses_bytes",
@@ -280,6 +281,7 @@ def main() -> None:
             )
         ],
         "Computed, not measured here; the assumptions are those of `Machine` in context_ulysses.py.",
+        computed=True,
     )
     figures()
 

@@ -219,12 +219,14 @@ def main() -> None:
         "Simulated. Where a rank has two stages they are half as thick, except DualPipe's; so compare the percentages, "
         "not the units of time. An overlapped pair is counted here as long as its parts: DualPipe without what it was "
         "made for.",
+        computed=True,
     )
     write_result(
         "06_schedules_bubble",
         f"Bubble and memory against micro-batches, {P} ranks",
         ["schedule", "micro-batches", "bubble of compute time", "micro-batches of the whole model held"],
         curve,
+        computed=True,
     )
     write_result(
         "06_schedules_auto",
@@ -232,6 +234,7 @@ def main() -> None:
         ["ranks", "micro-batches", "memory limit", "optimal", "mean gap", "largest gap"],
         searched,
         "Gap: cost over the cheapest order that exists, minus 1.",
+        computed=True,
     )
     write_result(
         "06_v_schedules",
@@ -246,6 +249,7 @@ def main() -> None:
         ],
         v,
         "Simulated. Named: interleaved, breadth-first, llama3, zb-v, v-half, v-min, dualpipe-v, as drawn.",
+        computed=True,
     )
     write_result(
         "06_v_schedules_optimum",
@@ -253,6 +257,7 @@ def main() -> None:
         ["ranks", "micro-batches", "half stages a rank may hold", "optimal", "mean gap", "largest gap"],
         searched_v,
         "Gap: cost over the cheapest order that exists in a V, minus 1. Optimal: as cheap, or cheaper in loops.",
+        computed=True,
     )
     figures()
 

@@ -151,6 +151,7 @@ def record() -> None:
         rows,
         f"Chunks of {4 * ELEMENTS} bytes. Idle: time in which the computation waits, of the time it computes; "
         "simulated from the record, and equal to the closed form.",
+        computed=True,
     )
 
 

@@ -266,6 +266,7 @@ def write_l2(folder: Path | None, size: int = 8192) -> None:
         f"Computed. A step: 64 along K, of one block. L2 gives {L2_BYTES} bytes a clock. A wave: the tiles that {SMS} "
         "multiprocessors have at one time, in the order of tile_of().",
         folder,
+        computed=True,
     )
 
 
@@ -347,6 +348,7 @@ def predict_and_count(folder: Path | None) -> None:
         "Computed from the formulas and NVIDIA's datasheet of the H200; caches raise the first bound. The second: 128 "
         "bytes a clock, for the loads in the machine code.",
         folder,
+        computed=True,
     )
 
 

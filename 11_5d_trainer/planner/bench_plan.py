@@ -152,14 +152,14 @@ def predictions() -> None:
     """Results without a measurement: the best layouts by model and nodes, bytes and seconds of ten of them by
     purpose, and published values."""
     for name, (title, columns, rows) in zip(("numbers", "activations", "fits"), all_facts(), strict=True):
-        write_result(f"11_plan_facts_{name}", title, columns, rows, "Assumptions: plan_facts.py.")
+        write_result(f"11_plan_facts_{name}", title, columns, rows, "Assumptions: plan_facts.py.", computed=True)
     low, high = plan_published.error_bar()
     note = f"Throughput of a GPU; the clock's constants are {', '.join(f'{n} {v:g}' for n, v in constants())}. "
     note += f"Nine in ten held-out runs took {low:.2f} to {high:.2f} times the predicted seconds."
     title = "The planner's clock against published runs, by family"
-    write_result("11_plan_published", title, *plan_published.summary(), note)
+    write_result("11_plan_published", title, *plan_published.summary(), note, computed=True)
     note = "Tokens per second and GPU, or the share of the family's first row. Sources and assumptions: published.json."
-    write_result("11_plan_published_rows", "Every published run", *plan_published.rows(), note)
+    write_result("11_plan_published_rows", "Every published run", *plan_published.rows(), note, computed=True)
 
 
 def layouts() -> None:
@@ -170,19 +170,19 @@ def layouts() -> None:
     )
     rows = plan_figures.heatmap_rows(cluster, batch, seq)
     columns = ["model", "nodes", "layout", "predicted MFU, %", "predicted s"]
-    write_result("11_plan_layouts", "The best layout by model and number of nodes", columns, rows, note)
+    write_result("11_plan_layouts", "The best layout by model and number of nodes", columns, rows, note, computed=True)
     rules(cluster, note)
     task = plan_search.Task(plan_figures.SIZES["70B"], None, cluster, 64 * cluster.gpus_per_node, batch, seq)
     rows = plan_figures.bar_rows(task, plan_search.search(task).best)
     title = "Bytes and seconds of the ten fastest layouts of 70B on 64 nodes"
-    write_result("11_plan_bars", title, ["layout", "unit", "what", "predicted"], rows, note)
+    write_result("11_plan_bars", title, ["layout", "unit", "what", "predicted"], rows, note, computed=True)
 
 
 def rules(cluster: plan_time.Cluster, note: str) -> None:
     title = "Rules of thumb: the planner's, and the playbook's ways beside its fastest layout"
     note += f' "The planner\'s rule" is the simplest layout within {100 * plan.TIE:g} % of the fastest; the last '
     note += "column is relative to the fastest itself, which may be another one."
-    write_result("11_plan_rules", title, plan_rules.COLUMNS, plan_rules.rows(cluster), note)
+    write_result("11_plan_rules", title, plan_rules.COLUMNS, plan_rules.rows(cluster), note, computed=True)
 
 
 def constants() -> list[tuple[str, float]]:

@@ -193,14 +193,15 @@ def write_large(large: list[list[Any]]) -> None:
         *("peak rehearsed, GiB", "peak planned, GiB", "plan off, %", "sent a step, GB"),
         *("s a step on the clock", "s a step planned"),
     ]
-    write_result("11_rehearse_large", "Four plans, rehearsed", columns, large, note)
+    write_result("11_rehearse_large", "Four plans, rehearsed", columns, large, note, computed=True)
     note = f"Rehearsed, not measured: {OVERLAP} ..., on nodes of 8 H100."
     columns = ["--tp-overlap", "s a step on the clock", "s of waiting for tensor ranks", "peak, GiB"]
     title = "Tensor parallelism that hides, rehearsed"
-    write_result("11_rehearse_overlap", title, columns, overlap_rows(), note)
+    write_result("11_rehearse_overlap", title, columns, overlap_rows(), note, computed=True)
     note = f"Rehearsed, not measured: {DRAWN}"
     columns = ["pipeline rank", "what", "from, s", "to, s"]
-    write_result("11_rehearse_timeline", "A step of 70B on 512 ranks on the clock", columns, timeline_rows(), note)
+    title = "A step of 70B on 512 ranks on the clock"
+    write_result("11_rehearse_timeline", title, columns, timeline_rows(), note, computed=True)
 
 
 if __name__ == "__main__":

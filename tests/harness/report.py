@@ -202,12 +202,13 @@ def write_result(
     folder: Path | None = None,
     *,
     verified: bool = True,
+    computed: bool = False,
 ) -> Path:
     """Put the result NAME into `results/DEVICE.json` and return the file. A cell is a string, a number or a Ratio.
 
     A benchmark verifies before it times, and writes nothing if that fails, so a written result is `verified`.
-    A value that was not verified must be marked. Only measurements from a clean tree are written into
-    results/, so that the named commit is the code that ran; from any other tree the table is only printed.
+    A value that was not verified must be marked; a table in which nothing is measured is `computed`. Only a clean
+    tree writes into results/, so that the named commit is the code that ran; any other only prints the table.
     """
     for row in rows:
         if len(row) != len(columns):
@@ -222,7 +223,7 @@ def write_result(
         "notes": notes,
         "verified": verified,
         "environment": about,
-    }
+    } | ({"computed": True} if computed else {})
     if folder is None and about["commit"].endswith("-dirty"):
         print(f"{name} is not written, the tree has changes that are not committed\n\n{table(record)}")
         return path
@@ -315,6 +316,8 @@ def table(record: dict[str, Any]) -> str:
         about += f"; driver {where['driver']}, CUDA {where['cuda']}, Triton {where['triton']}; {where['date']}"
     warning = [] if record.get("verified", True) else ["**Not verified**: nothing was held against these numbers.", ""]
     notes = [record["notes"], ""] if record["notes"] else []
+    if "computed" in record:
+        return "\n".join([*lines, "", *warning, *notes, f"Computed, not measured, by commit {where['commit']}.", ""])
     return "\n".join([*lines, "", *warning, *notes, f"Measured on: {about}.{on_cpu}", ""])
 
 
