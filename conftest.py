@@ -1,7 +1,7 @@
 """What `make test` and `make prove` run, and in which order.
 
-make test              all but the tests marked `prove`; of a test marked `always` the layouts that the mark names; of
-                       the planted mistakes the first of every sixth core file
+make test              all but the tests marked `prove`; of a test marked `always` the parameters that the mark names,
+                       so one planted mistake
 make test FOR=changed  of these the tests that import what differs from main, and those about its chapters
 make prove             everything, but no mistake that .pytest_cache/verdicts knows to be caught
 make prove CH=03       everything about one chapter

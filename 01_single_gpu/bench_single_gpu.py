@@ -1,6 +1,7 @@
 """A step of single_gpu.py: its bytes from one change to the next, and its time against naive attention and in_depth.
 
-Verified first: the core file's losses, gradients and parameters match the reference, its bytes the formulas.
+Verified first: the core file's losses, gradients and parameters match the reference, its bytes the formulas, and a
+step of in_depth from the same weights has its loss and its gradients.
 
     python bench_single_gpu.py            measure, write the results, draw the figures
     python bench_single_gpu.py --figures  draw the figures again
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 import single_gpu
 import torch
 from harness.figures import COLOURS, write_figure
+from harness.reference import FLOAT32, assert_same
 from harness.report import paired, write_result
 from llama import Llama as LlamaInDepth
 from llama import LlamaConfig
@@ -142,8 +144,9 @@ def failure() -> str:
         return f"six steps are off by {error:.1e}"
     for recompute in (False, True):
         peak = max(row[-1] for row in timeline_of_a_step(recompute))
-        if peak != single_gpu.peak_bytes(CONFIG, B, S, M, recompute)[0]:
-            return f"recompute={recompute}: the peak is {peak}, not {single_gpu.peak_bytes(CONFIG, B, S, M, recompute)}"
+        formula, _ = single_gpu.peak_bytes(CONFIG, B, S, M, recompute)
+        if peak != formula:
+            return f"recompute={recompute}: the peak is {peak}, not {formula}"
     for seq_len in SEQUENCES:
         for attention, recompute in VARIANTS:
             formula = single_gpu.saved_activation_bytes(CONFIG, 1, seq_len, recompute, attention is fused_attention)
@@ -177,6 +180,13 @@ def main() -> int:
             (depth, adamw_in_depth(depth, 1e-4), batch, train_step_in_depth),
         )
     }
+    pairs = list(zip(depth.parameters(), core.parameters(), strict=True))  # both in the same order
+    with torch.no_grad():
+        for p, q in pairs:
+            p.copy_(q)
+    assert_same(steps[depth](), steps[core](), FLOAT32, "the loss of in_depth")
+    for p, q in pairs:
+        assert_same(p.grad, q.grad, FLOAT32, "a gradient of in_depth")
     saved = single_gpu.saved_activation_bytes
     rows = [
         ["naive attention, the full batch at once", naive, saved(CONFIG, M * B, S, fused=False)],

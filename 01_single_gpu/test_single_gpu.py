@@ -132,28 +132,6 @@ def test_micro_batches_without_valid_tokens_contribute_zero():
     assert all((gradient == 0).all() for step in zeros.gradients for gradient in step.values())
 
 
-def test_gradients_match_in_depth():
-    import llama
-    from training_step import accumulate as accumulate_in_depth
-
-    renamed = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "attn_norm": "input_layernorm"}
-    renamed |= {"mlp_norm": "post_attention_layernorm"}
-    renamed |= {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    renamed |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
-
-    def in_depth(name):
-        *block, kind, weight = name.removeprefix("blocks.").split(".")
-        return ".".join([*("model", "layers", *block) * bool(block), renamed[kind], weight])
-
-    mine = Llama(ODD, recompute=True).double()
-    theirs = llama.Llama(llama.LlamaConfig(37, 24, 2, 6, 2, 50), recompute="full").double()
-    theirs.load_state_dict({in_depth(name): p for name, p in mine.state_dict().items()})
-    loss = accumulate(mine, uneven_batch())
-    assert_same(loss, accumulate_in_depth(theirs, uneven_batch()), what="loss")
-    expected = gradients(theirs)
-    assert_same_named(gradients(mine), {name: expected[in_depth(name)] for name in gradients(mine)}, what="gradient of")
-
-
 # ---------------------------------------------------------------------------------------------------------- the step
 
 
@@ -237,7 +215,7 @@ def formulas_of_shapes():
 def test_saved_and_peak_bytes_match_the_formulas(larger):
     expected_where, condition = LARGER[larger]
     formulas = formulas_of_shapes()
-    picked = {}  # one shape with recomputation and one without
+    picked = {}  # the first shape with recomputation, and the first without; for `head` none has recomputation
     for shape, (saved, peak, where) in zip(SHAPES, formulas, strict=True):
         config, batch, seq_len, num_micro_batches, recompute = shape
         if where == expected_where and condition(config, batch * seq_len):
@@ -493,8 +471,7 @@ def run_main(options, capsys, monkeypatch):
 
 
 def test_the_script_passes_and_every_option_reaches_the_step(capsys, monkeypatch):
-    """(recompute, micro-batches, their shape) of each step, and its first tokens."""
-    seen, drawn = [], []
+    seen, drawn = [], []  # of each step: (recompute, number of micro-batches, their shape), and its first tokens
 
     def record(model, optimizer, micro_batches):
         seen.append((model.recompute, len(micro_batches), tuple(micro_batches[0][0].shape)))

@@ -39,7 +39,8 @@ from data_parallel import (
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication
 from harness.ranks import run_ranks
-from harness.report import paired, processor_paired, ratio_of, write_result
+from harness.reference import FLOAT32, assert_same_named
+from harness.report import option_given, paired, processor_paired, ratio_of, write_result
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = 4
@@ -54,10 +55,8 @@ def build(sizes):
 
 
 def check(ours, theirs, what):
-    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        error = ((p.grad - q.grad).abs().max() / q.grad.abs().max()).item()
-        if not error <= 1e-5:
-            raise SystemExit(f"{what}: the gradient of {name} differs from DDP's by {error:.1e}")
+    got, want = ({name: p.grad for name, p in model.named_parameters()} for model in (ours, theirs))
+    assert_same_named(got, want, FLOAT32, f"{what}: gradient of")
 
 
 def mean_loss(model, tokens, num_valid):
@@ -104,15 +103,17 @@ def compare(name):
         step = step_of(model, grad_sync, tokens, num_valid)
         step()
         check(model, ddp.module, f"{what}, {name} parameters")
+        with communication() as ours:
+            step()
+        with communication() as theirs:
+            ddp_step()
+        if ours.total != theirs.total:
+            raise SystemExit(f"{what}, {name} parameters: {ours.total} bytes are sent, by DDP {theirs.total}")
         repeats = 21 if what == "bucketed" else 5  # the closest to 1
         against = [paired(step, other, repeats=repeats, setup=dist.barrier) for other in (ddp_step, deep_step)]
         against.append(processor_paired(step, ddp_step, repeats))
-        sent = {}
-        for key, run in (("ours", step), ("ddp", ddp_step)):
-            with communication() as meter:
-                run()
-            sent[key] = meter.calls["all_reduce"] + meter.calls["send"], round(meter.total)
-        rows.append([name, what, sent["ddp"][0], sent["ours"][0], sent["ours"][1], *against])
+        messages = ours.calls["all_reduce"] + ours.calls["send"]
+        rows.append([name, what, theirs.calls["all_reduce"], messages, round(ours.total), *against])
     return rows
 
 
@@ -379,7 +380,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--figures"]):
-        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, or --figures", file=sys.stderr)
-        sys.exit(2)
-    figures() if sys.argv[1:] else main()
+    figures() if option_given("--figures") else main()

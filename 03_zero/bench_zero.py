@@ -24,7 +24,7 @@ import zero
 from _launch import RANKS, largest, launch, must_be_equal
 from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication, peak_memory, storage_bytes
-from harness.report import paired, write_result
+from harness.report import option_given, paired, write_result
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -352,9 +352,6 @@ def figures() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--figures"]):
-        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, or --figures", file=sys.stderr)
-        sys.exit(2)
-    if not sys.argv[1:]:
+    if not option_given("--figures"):
         launch(benchmark)
     figures()

@@ -436,16 +436,15 @@ def test_a_frozen_parameter_is_refused_by_name():
         assert "q_proj.weight" in message and "frozen" in message and "\n" not in message
 
 
-def without_labels(stage: str) -> tuple[Tensor, list[Tensor]]:
-    sharded, rank = STAGES[stage](build_layers(), dist.group.WORLD), dist.get_rank()
+def without_labels() -> tuple[Tensor, list[Tensor]]:
+    sharded, rank = zero.Zero3(build_layers(), dist.group.WORLD), dist.get_rank()
     tokens, labels = get_batch(0, 2, 2, "cpu")
     loss = forward_backward(sharded, tokens[rank], torch.full_like(labels[rank], IGNORE_INDEX))
     return loss, [shard.grad for shard in shards_of(sharded)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_batch_without_labels_has_zero_loss_and_zero_gradients(stage):
-    for rank, (loss, gradients) in enumerate(run_ranks(2, without_labels, stage)):
+def test_a_batch_without_labels_has_zero_loss_and_zero_gradients():
+    for rank, (loss, gradients) in enumerate(run_ranks(2, without_labels)):
         assert loss == 0, f"rank {rank}: {loss}"
         for i, gradient in enumerate(gradients):
             assert_same(gradient, torch.zeros_like(gradient), 0.0, f"gradient of layer {i}'s shard", rank)
@@ -613,7 +612,6 @@ def test_a_stage_that_fails_on_one_rank_fails_the_script_on_all():
     ("options", "words"),
     [
         ("--stage 0", ["--stage", "0"]),
-        ("--stage two", ["--stage", "two"]),
         ("--prefetch 2", ["--prefetch", "2"]),
         ("--micro-batches 0", ["--micro-batches", "0"]),
         (["--micro-batches", ""], ["--micro-batches", "''"]),
@@ -627,11 +625,6 @@ def test_a_bad_option_is_one_line_and_exit_code_2(options, words):
     assert all(word in said for word in words), said
 
 
-@pytest.mark.prove
-def test_every_option_changes_what_is_printed():
-    default = run_ranks(2, run_main)[0][1]
-    for options in (("--prefetch", "0"), ("--micro-batches", "3"), ("--optimizer", "adamw"), ("--stage", "2")):
-        code, out = run_ranks(2, run_main, *options)[0]
-        assert code == 0, out
-        lines = [[line for line in text.splitlines() if "error" not in line] for text in (default, out)]
-        assert lines[0] != lines[1]
+def test_only_the_stage_that_is_asked_for_is_checked():
+    (code, out), _ = run_ranks(2, run_main, "--stage", "2")
+    assert code == 0 and out.startswith("stage 2:") and out.count("stage ") == 1 and out.endswith("PASS\n")

@@ -21,17 +21,9 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import (
-    RANKS,
-    kept_by_both,
-    must_be_same,
-    options,
-    peak_of_both,
-    run,
-    sent_by_both,
-    whole,
-)
+from _tensor_parallel_bench import RANKS, must_be_same, options, run, whole
 from harness.figures import COLOURS, GREY, write_figure
+from harness.meter import communication, peak_memory, saved_activations
 from harness.report import paired, write_result
 from harness.spawn import LIMIT
 from parallel_block import Config, ParallelBlock, Parts, sync_replicated_gradients
@@ -170,14 +162,14 @@ def sum_torchs_norms(model: Block) -> None:
 
 def about(step, x: Tensor, leave_out: list[Tensor]) -> list[int]:
     """[bytes sent, bytes saved for the backward pass, peak of allocated bytes] of one step."""
-    with sent_by_both() as wire, kept_by_both(leave_out) as kept:
+    with communication() as wire, saved_activations(leave_out) as saved:
         step(x)
     peaks = []
     for _ in range(3):  # gloo may drop a buffer late: the least is the step's own
-        with peak_of_both() as memory:
+        with peak_memory() as memory:
             step(x)
         peaks.append(memory.peak)
-    return [wire.total, sum(kept.values()), min(peaks)]
+    return [wire.total, saved.bytes, min(peaks)]
 
 
 def compare(device: torch.device) -> None:
@@ -254,21 +246,10 @@ def activations(device: torch.device) -> None:
             if (stored, saved) != (want_stored, want):
                 raise SystemExit(f"{layout}, {t} ranks: {stored} and {saved} bytes, not {want_stored} and {want}")
             out = outside // (t if sequence else 1)
-            rows.append([t, layout, stored, out, want - out, want, saved])
+            rows.append([t, layout, out, want - out, want, saved])
     if dist.get_rank() == 0:
-        columns = [
-            "tp",
-            "layout",
-            "parameters",
-            "saved outside the pairs",
-            "inside",
-            "formula",
-            "bytes saved, measured",
-        ]
-        note = (
-            f"One block, {T} tokens, hidden {CONFIG.hidden}, {CONFIG.n_heads} heads, float32; "
-            "parameters of the full model."
-        )
+        columns = ["tp", "layout", "saved outside the pairs", "inside", "formula", "bytes saved, measured"]
+        note = f"One block, {T} tokens, hidden {CONFIG.hidden}, {CONFIG.n_heads} heads, float32."
         write_result("04_ground_activations", "Bytes that autograd saves of a block", columns, rows, note)
 
 
@@ -295,7 +276,7 @@ def regions(device: torch.device) -> None:
         w = {n: shard_weight(n, x, CONFIG, tp).to(device).requires_grad_() for n, x in full.items()}
 
         def logged(part: str, function: Callable, arguments: tuple, log=log):
-            with sent_by_both() as wire:
+            with communication() as wire:
                 out = function(*arguments)
             first = out[0] if isinstance(out, tuple) else out
             sent = [[name.replace("_", "-"), "sends", 1.0, 1.0, size] for name, size, _ in wire.events]
@@ -320,7 +301,7 @@ def regions(device: torch.device) -> None:
         write_result("04_ground_regions", "What one of 4 ranks has inside a block", columns, rows, note)
 
 
-class Alive(peak_of_both):
+class Alive(peak_memory):
     """The meter, which notes the bytes that are alive after each operator that changes them."""
 
     def __init__(self) -> None:
@@ -409,7 +390,7 @@ def _box(x: float, y: float, width: float, height: float, colour: str, alpha: fl
 
 def draw_activations(axes, result) -> None:
     labels = []
-    for i, (t, layout, _, outside, inside, _, measured) in enumerate(result["rows"]):
+    for i, (t, layout, outside, inside, _, measured) in enumerate(result["rows"]):
         at = i + (i // 2) * 0.5
         parts = (
             (0, inside, "inside the pairs: q, k, v, attention, MLP", 0.95),

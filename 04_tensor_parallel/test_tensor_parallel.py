@@ -1,7 +1,6 @@
-"""The core file of tensor parallelism against an unsharded model written here, in_depth, and its own formulas."""
+"""The core file of tensor parallelism against an unsharded model written here, and against its own formulas."""
 
 import contextlib
-import copy
 import io
 import itertools
 import math
@@ -44,7 +43,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE / "in_depth"))
 
 SMALL = ModelConfig(13, 16, 1, 4, 2, 24, batch=2, seq_len=6)  # 13 tokens on 4 ranks: 4 rows each, 3 of them padding
 SMALLER = SMALL._replace(vocab_size=9, n_kv_heads=1)  # 3 rows on a rank: rank 3 of 4 stores nothing but padding
@@ -171,7 +169,7 @@ def assert_reference(ranks: list, configs: list[ModelConfig]) -> None:
                 expected = {name: expected_shard(name, x, config, rank, len(ranks)) for name, x in full.items()}
                 for name in [name for name in expected if name.endswith("k_proj.bias") and when != "the end"]:
                     # Zero: what is added to all keys moves all scores of a query alike.
-                    assert max(expected.pop(name).abs().max(), ours.pop(name).abs().max()) < 1e-14, name
+                    assert ours.pop(name).abs().max() < 1e-14 and expected.pop(name).abs().max() < 1e-14, name
                 assert_same_named(ours, expected, what=f"{layout} parallel, {when}:", rank=rank)
 
 
@@ -305,49 +303,6 @@ def test_operators_match_the_table():
         assert all(in_one_piece), "Gloo takes a message with gaps, NCCL sends it as it lies"
 
 
-# ----------------------------------------------------------------------------------------------- agreeing with in_depth
-
-
-def compare_with_in_depth() -> None:
-    from parallel_block import Config, Parts, sync_replicated_gradients
-    from parallel_linear import TensorParallel as Deep
-    from parallel_linear import shards
-    from parallel_llama import ParallelLlama, load_full_state_dict
-
-    names = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
-    parts = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    parts |= {f"{n}_proj": f"self_attn.{n}_proj" for n in "qkvo"}
-    parts |= {f"{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-    names |= {f"{i}.{n}": f"model.layers.{i}.{long}" for i in range(TINY.n_layers) for n, long in parts.items()}
-    names = {f"{short}.weight": f"{long}.weight" for short, long in names.items()}
-    full = {n: x * 0 if n.endswith(".bias") else x for n, x in full_params(TINY).items()}  # in_depth has no biases
-    config = Config(TINY.vocab_size, TINY.hidden, TINY.n_layers, TINY.n_heads, TINY.n_kv_heads, TINY.ffn_hidden)
-    tokens, labels = get_batch(0, TINY)
-    for sequence_parallel in LAYOUTS:
-        tp = TPContext(dist.group.WORLD, sequence_parallel)
-        params = shard_params(full, TINY, tp)
-        loss = loss_sum(params, tokens, labels, TINY, tp)
-        loss.backward()
-        all_reduce_partial_grads(params, TINY, tp)
-        no_rope = Parts(rope=lambda x, cos, sin: x)
-        model = ParallelLlama(config, Deep(dist.group.WORLD, sequence_parallel), no_rope).double()
-        load_full_state_dict(model, {long: full[short] for short, long in names.items()})
-        theirs = model.cross_entropy(model(tokens), labels)
-        theirs.backward()
-        sync_replicated_gradients(model, dist.group.WORLD)
-        assert_same(loss, theirs, what="the loss of in_depth", rank=tp.rank)
-        got = {short: params[short].grad for short in names}
-        expected = {short: model.get_parameter(long).grad for short, long in names.items()}
-        assert_same_named(got, expected, what="gradient of in_depth", rank=tp.rank)
-        assert len(shards(model)) == len(names)
-
-
-@pytest.mark.always("2")
-@pytest.mark.parametrize("tp", [2, 4])
-def test_in_depth_agrees(tp):
-    run_ranks(tp, compare_with_in_depth)
-
-
 # ---------------------------------------------------------------------------------------------------------------- bytes
 
 
@@ -396,18 +351,17 @@ def test_bytes_stored_saved_and_sent_match_the_formulas():
 def ends_of_the_model(tokens: int) -> tuple:
     tp = TPContext(dist.group.WORLD, False)
     weight = torch.randn(4, 16, dtype=torch.float64)
-    with communication() as loss, peak_memory() as memory:
+    with communication() as loss:
         vocab_parallel_cross_entropy(torch.zeros(tokens, 4, dtype=torch.float64), torch.arange(tokens), 13, tp)
     with communication() as embedding:
         vocab_parallel_embedding(torch.arange(tokens), weight, tp)
-    return loss.total, memory.peak, embedding.events
+    return loss.total, embedding.events
 
 
 def test_the_loss_sends_three_values_per_token_and_the_embedding_one_sum():
-    for sent, peak, events in run_ranks(4, ends_of_the_model, T := 12):
+    for sent, events in run_ranks(4, ends_of_the_model, T := 12):
         expected = 2 * (4 - 1) * 3 * T * 8 // 4
         assert sent == expected, f"the loss sends {sent} bytes, and three values per token are {expected}"
-        assert peak < 8 * T * 4 * 8, f"{peak} bytes: were the logits gathered?"
         assert events == [("all_reduce", T * 16 * 8, 4)]
 
 
@@ -610,13 +564,10 @@ def test_collectives_are_in_flight_while_matmuls_run():
     ("argv", "ranks", "message"),
     [
         (["--kv-heads", "3"], "1", "--kv-heads: invalid choice: 3"),
-        (["--kv-heads", "nan"], "1", "--kv-heads: invalid int value: 'nan'"),
         (["--layout", ""], "1", "--layout: invalid choice: ''"),
         (["--lay", "tensor"], "1", "--lay"),
         (["7"], "1", "7"),
         ([], "3", "--nproc_per_node 3 must divide 8 query heads"),
-        ([], "-2", "--nproc_per_node -2 must divide 8 query heads"),
-        ([], "2.0", "--nproc_per_node 2.0 must divide 8 query heads"),
         ([], "16", "--nproc_per_node 16 must divide 8 query heads"),
     ],
 )
@@ -653,28 +604,8 @@ def test_ids_beyond_the_vocabulary_are_refused_and_the_first_and_last_are_not():
     run_ranks(2, ids_out_of_range)
 
 
-def checks_of_wrong_runs() -> list[bool]:
-    """Of three steps as they should be, and of others with a value that is off on rank 1 alone."""
-    tp, alone = TPContext(dist.group.WORLD, False), [dist.new_group([rank]) for rank in range(2)]
-    reference, right = train(SMALL, TPContext(alone[tp.rank], False)), train(SMALL, tp)
-    passed = []
-    for fault in ("none", "loss", "gradient", "parameter"):
-        losses, history = copy.deepcopy(right)
-        values = {"none": torch.zeros(1), "loss": losses[1]}
-        values |= {"gradient": history[1]["0.q_proj.bias"], "parameter": history[3]["norm.weight"]}
-        values[fault].detach().view(-1)[0] += 1e-6 * tp.rank
-        trained = patch.object(tensor_parallel, "train", return_value=(losses, history))
-        with trained, contextlib.redirect_stdout(io.StringIO()):
-            passed.append(tensor_parallel.check(fault, SMALL, tp, reference, "cpu"))
-    return passed
-
-
-def test_the_check_compares_losses_gradients_and_parameters_of_every_rank():
-    assert run_ranks(2, checks_of_wrong_runs) == [[True, False, False, False]] * 2
-
-
 def run_main_with_an_error(where: str, layout: str) -> tuple[int, str]:
-    """In the first of two forms, rank 1 has a NaN or a byte too many."""
+    """In the first of two forms, rank 1 has a NaN as a loss, 1e-6 too much elsewhere, or a byte too many."""
 
     def is_faulty(tp: TPContext) -> bool:
         return tp.size > 1 and tp.rank == 1 and tp.column_linear is column_parallel_linear
@@ -683,7 +614,7 @@ def run_main_with_an_error(where: str, layout: str) -> tuple[int, str]:
         losses, history = train(config, tp, device)
         values = {"loss": losses[0], "gradient": history[1]["0.q_proj.bias"], "parameter": history[3]["norm.weight"]}
         if is_faulty(tp) and where in values:
-            values[where].detach().view(-1)[0] = math.nan
+            values[where].detach().view(-1)[0] += math.nan if where == "loss" else 1e-6
         return losses, history
 
     def faulty_bytes(params, config, tp):
@@ -704,7 +635,8 @@ def test_an_error_on_one_rank_fails_on_all(where):
     layout = "sequence" if where == "parameter" else "tensor"
     (first, out), (second, _) = run_ranks(2, run_main_with_an_error, where, layout)
     assert first == second == 1
-    assert out.splitlines()[-1] == "FAIL" and ("largest error inf" in out) == (where != "bytes")
+    assert out.splitlines()[-1] == "FAIL" and ("largest error inf" in out) == (where == "loss")
+    assert ("largest error 1.0e-06" in out) == (where in ("gradient", "parameter"))
     assert out.count("error") == out.count(f"{layout} parallel") == len(FORMS), f"--layout {layout}"
     lines = [line.split() for line in out.splitlines()]
     assert float(next(line[-1] for line in lines if line[2].startswith("overlapped"))) <= 1e-10, "it has no NaN"

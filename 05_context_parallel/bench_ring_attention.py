@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "in_depth"))
 import ring_attention as script
 import torch
 import torch.distributed as dist
-from bench_context_ring import torch_step, work_of_all
+from bench_context_ring import torch_step
 from context_ring import LocalAttention, allgather_attention
 from context_ring import ring_attention as ring_in_depth
 from flash_local import for_each_query_head
@@ -26,7 +26,7 @@ from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication, saved_activations
 from harness.ranks import run_ranks
 from harness.reference import assert_same
-from harness.report import paired, write_result
+from harness.report import option_given, paired, processor_paired, write_result
 
 RANKS, N, N_KV, D = 4, 4, 4, 32
 S, S_KERNEL = 1024, 4096  # a kernel is so fast that less would measure calls of functions
@@ -139,7 +139,7 @@ def with_kernel():
     with patch.multiple(script, attention_block=kernel, attention_block_backward=kernel_backward):
         found = measured(made, TORCH, inputs(S_KERNEL))
         for name, (_, run) in made.items():
-            found[name].append(1 if name == TORCH else work_of_all(run, made[TORCH][1]))
+            found[name].append(1 if name == TORCH else processor_paired(run, made[TORCH][1]))
         return found
 
 
@@ -285,7 +285,7 @@ def write_computed() -> None:
 
 
 def main() -> None:
-    if "--figures" in sys.argv[1:]:
+    if option_given("--figures"):
         figures()
         return
     ranks = run_ranks(RANKS, readable, timeout=200)
@@ -317,7 +317,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--figures"]):
-        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, or --figures", file=sys.stderr)
-        sys.exit(2)
     main()

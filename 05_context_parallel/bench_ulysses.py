@@ -21,7 +21,7 @@ from context_ring import allgather_attention
 from context_ulysses import ulysses as ulysses_in_depth
 from harness.figures import COLOURS, GREY, write_figure
 from harness.ranks import run_ranks
-from harness.report import write_result
+from harness.report import option_given, write_result
 
 RANKS, S, N, N_KV, D = 4, 2048, 8, 2, 32
 BASE = "Ulysses"
@@ -96,7 +96,7 @@ def write_computed() -> None:
 
 
 def main() -> None:
-    if "--figures" in sys.argv[1:]:
+    if option_given("--figures"):
         figures()
         return
     ranks = run_ranks(RANKS, run_all, timeout=300)
@@ -113,7 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--figures"]):
-        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, or --figures", file=sys.stderr)
-        sys.exit(2)
     main()

@@ -1,4 +1,4 @@
-"""The core file of the pipeline against one process, against in_depth, and against the harness's meters."""
+"""The core file of the pipeline against one process, in_depth's schedules, and the harness's meters."""
 
 import contextlib
 import io
@@ -19,11 +19,9 @@ from harness.meter import communication, held_bytes, peak_memory, saved_activati
 from harness.programs import refusal
 from harness.ranks import run_ranks
 from harness.reference import Trace, assert_same, assert_same_named, assert_same_trace, sgd_trace
-from torch import nn
 
-sys.path.insert(1, str(Path(__file__).resolve().parent / "in_depth"))  # which must agree
+sys.path.insert(1, str(Path(__file__).resolve().parent / "in_depth"))  # whose schedules must be the same
 
-import pipeline_executor
 import pipeline_parallel as pipe
 import schedule_simulator
 from pipeline_parallel import IGNORE_INDEX, SCHEDULES, RecordingStage, build_model, build_stage, get_batch
@@ -157,39 +155,6 @@ def test_labels_are_the_next_tokens_and_the_last_of_several_micro_batches_has_no
             assert tokens[i].tolist() == text[start : start + 24]
             targets = [IGNORE_INDEX] * ignored + text[start + 1 + ignored : start + 25]
             assert labels[i].tolist() == targets, f"step {step}, sequence {i} of {m} micro-batches"
-
-
-# --------------------------------------------------------------------------------------------------------- in depth
-
-
-def core_and_in_depth(name, m, num_blocks):
-    stage = new_stage(num_blocks)
-    tokens, labels = get_batch(0, m)
-    num_valid = (labels != IGNORE_INDEX).sum().item()
-    loss = run_step(stage, name, m)
-    other = build_stage(build_model(num_blocks), stage.rank, stage.num_stages)
-    executor = pipeline_executor.Pipeline(
-        build(name, stage.num_stages, m, 1),
-        {(0, stage.rank): other},
-        stage.group,
-        loss=lambda logits, labels: pipe.loss_sum(logits, labels) / num_valid,
-        example=stage.new_message(),
-    )
-    deep_loss = executor.step(tokens.chunk(m), labels.chunk(m), broadcast=True)
-    actions = [(action.kind, action.micro_batch) for action, *_ in executor.timeline]
-    grads = [{name: w.grad for name, w in layers.named_parameters()} for layers in (stage.layers, other)]
-    return (loss, grads[0], stage.actions, stage.max_in_flight), (deep_loss, grads[1], actions, executor.peak)
-
-
-@pytest.mark.always("1f1b")
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_in_depth_agrees(name):
-    expected = reference(5, 6, steps=1)
-    for rank, (core, deep) in enumerate(run_ranks(4, core_and_in_depth, name, 6, 5, timeout=TIMEOUT)):
-        assert_same(core[0], deep[0], what="loss", rank=rank)
-        assert_same_named(core[1], deep[1], what="gradient of", rank=rank)
-        assert_same_named(core[1], {n: expected.gradients[0][n] for n in core[1]}, what="gradient of", rank=rank)
-        assert core[2:] == deep[2:], f"rank {rank}: actions and micro-batches in flight"
 
 
 # ------------------------------------------------------------------------------- schedules and messages, without ranks
@@ -477,32 +442,6 @@ def test_crossing_messages_are_one_batch_and_both_are_waited_for():
     assert run_ranks(2, crossing_messages, timeout=8) == [[(["irecv", "isend"], 2)]] * 2
 
 
-class Transposed(nn.Module):
-    """The same values in another order in memory."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x):
-        return self.layers(x).transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def train_transposed():
-    def change(stage):
-        if stage.next_rank is not None:
-            stage.layers = Transposed(stage.layers)
-
-    trace, _ = train("1f1b", 3, 4, steps=1, change=change)
-    grads = {name.removeprefix("layers."): g for name, g in trace.gradients[0].items()}
-    expected = reference(4, 3, steps=1).gradients[0]
-    assert_same_named(grads, {name: expected[name] for name in grads}, what="gradient of", rank=dist.get_rank())
-
-
-def test_the_output_of_a_stage_may_be_a_view_with_gaps():
-    run_ranks(3, train_transposed, timeout=TIMEOUT)
-
-
 def three_messages():
     stage = new_stage(2)
     stage.start_step(*get_batch(0, 1), 1)
@@ -562,7 +501,7 @@ def error_in_bf16(m):
     return (got - exact).norm().item(), (dense - exact).norm().item()
 
 
-def test_in_bf16_the_pipeline_is_no_further_from_float64_than_one_process():
+def test_in_bf16_the_pipeline_is_at_most_half_again_as_far_from_float64_as_one_process():
     for rank, (error, dense) in enumerate(run_ranks(2, error_in_bf16, 2, timeout=TIMEOUT)):
         assert 0 < error <= 1.5 * dense, f"rank {rank}: {error:.3g}, one process {dense:.3g}"
 
@@ -669,10 +608,8 @@ def test_main_checks_all_schedules_or_the_named_one_in_the_sizes_of_its_options(
     ("options", "words"),
     [
         (["--schedule", "zb"], ["--schedule", "zb"]),
-        (["--schedule", ""], ["--schedule", "''"]),
         (["--micro-batches", "0"], ["--micro-batches 0", "1 to 64"]),
         (["--micro-batches", "65"], ["--micro-batches 65", "1 to 64"]),
-        (["--micro-batches", "nan"], ["--micro-batches", "nan"]),
         (["--layers", "3"], ["--layers 3", "4 rank(s)", "4 to 64"]),
         (["--layers", "65"], ["--layers 65", "4 to 64"]),
         (["--layers", "64", "--micro-batches", "64"], ["allowed"]),

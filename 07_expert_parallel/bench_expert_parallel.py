@@ -244,16 +244,13 @@ def main() -> None:
                 sys.exit(f"rank {rank} sends {found['sent']['core']} bytes; the formula says {bytes_sent}")
             if found["stored"]["core"] * EP != found["stored"]["dense"]:
                 sys.exit(f"rank {rank} stores {found['stored']['core']} of {found['stored']['dense']} bytes of experts")
-        total = {
-            key: {form: sum(f[key][form] for f in ranks) for form in ("dense", "core")} for key in ("stored", "flops")
-        }
+        flops = {form: sum(f["flops"][form] for f in ranks) for form in ("dense", "core")}
         rows.append(
             [
                 top_k,
                 ranks[0]["dense"],
                 ranks[0]["in_depth"],
-                total["flops"]["core"] / total["flops"]["dense"],
-                total["stored"]["core"] / total["stored"]["dense"],
+                flops["core"] / flops["dense"],
                 sum(f["leave"] for f in ranks) / (EP * T),
                 sum(f["sent"]["core"] for f in ranks) / (EP * T),
             ]
@@ -266,7 +263,6 @@ def main() -> None:
             "seconds / dense",
             "seconds / in_depth",
             "multiplications / dense",
-            "bytes of experts / dense",
             "rows sent per token",
             "bytes sent per token",
         ],

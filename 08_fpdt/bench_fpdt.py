@@ -27,7 +27,7 @@ from harness.figures import COLOURS, write_figure
 from harness.meter import peak_memory
 from harness.ranks import run_ranks
 from harness.reference import assert_same
-from harness.report import paired, write_result
+from harness.report import option_given, paired, write_result
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -78,25 +78,27 @@ def attend(block, x: Tensor, num_chunks: int, num_buffers: int):
     return script.fpdt_attention(x, *args), offloader
 
 
-def one(way, tokens: int, dtype: torch.dtype) -> tuple:
-    """[out, dx, gradients of parameters], and what counted the bytes."""
+def block_and_x(tokens: int, dtype: torch.dtype) -> tuple:
     torch.manual_seed(0)
-    block = script.Block().to(dtype)
-    x = torch.randn(tokens, script.HIDDEN, dtype=dtype, requires_grad=True)
+    return script.Block().to(dtype), torch.randn(tokens, script.HIDDEN, dtype=dtype, requires_grad=True)
+
+
+def one(way, block, x: Tensor) -> tuple:
+    """[out, dx, gradients of parameters], and what counted the bytes."""
     out, counter = way(block, x)
     return [out.detach(), *torch.autograd.grad(out, (x, *block.qkv_params()), out)], counter
 
 
 def measured() -> list[list]:
-    made = ways()
-    expected, _ = one(made[TORCH], 320, torch.float64)
+    made, given = ways(), block_and_x(320, torch.float64)
+    expected, _ = one(made[TORCH], *given)
     for name, way in made.items():
-        for index, (x, y) in enumerate(zip(one(way, 320, torch.float64)[0], expected, strict=True)):
+        for index, (x, y) in enumerate(zip(one(way, *given)[0], expected, strict=True)):
             assert_same(x, y, what=f"{name}: number {index} of out, dx and gradients of parameters")
-    rows = []
+    rows, given = [], block_and_x(S, torch.float32)
     for name, way in made.items():
         with peak_memory() as memory:
-            counter = one(way, S, torch.float32)[1]
+            counter = one(way, *given)[1]
         host = link = 0
         if isinstance(counter, RecordingOffloader):
             host, link = counter.max_host_bytes, counter.bytes_copied.total()
@@ -104,9 +106,7 @@ def measured() -> list[list]:
             host, link = counter.host_peak, counter.offloaded + counter.fetched
         ratio = 1
         if name != BASE:
-            ratio = paired(
-                lambda way=way: one(way, S, torch.float32), lambda: one(made[BASE], S, torch.float32), repeats=5
-            )
+            ratio = paired(lambda way=way: one(way, *given), lambda: one(made[BASE], *given), repeats=5)
         rows.append([name, memory.peak, host, link, ratio])
     return rows
 
@@ -266,16 +266,17 @@ def write_measured() -> None:
         ["way", "bytes on the device at most", "bytes on the host at most", "bytes copied", "time over " + BASE],
         run_ranks(1, measured, timeout=300)[0],
         f"{S} tokens, {script.N_HEADS} query heads and {script.N_KV_HEADS} K/V heads of {script.HEAD_DIM}, float32. "
-        "The device's bytes include x and the parameters; all are counted. in_depth gets q, k and v of all tokens, "
+        "The device's bytes are beyond x and the parameters; all are counted. in_depth gets q, k and v of all tokens, "
         "computes pairs with its readable kernel, and stores the same on the host. A CPU's copies take time from its "
         "work.",
     )
 
 
 def main() -> None:
-    if not sys.argv[1:]:
+    option = option_given("--computed", "--figures")
+    if not option:
         write_measured()
-    if "--figures" not in sys.argv[1:]:
+    if option != "--figures":
         write_computed()
     figures()
 

@@ -173,7 +173,7 @@ def walks() -> tuple[list[list], list[list]]:
     again = max(at for at, event in enumerate(backward) if event[0] == programs[0] - 1 and event[1] == "store") + 1
     if programs[1] > programs[0]:
         again = next(at for at in range(1, len(backward)) if backward[at][0] < backward[at - 1][0])
-    rows, tiles = [], 0
+    rows = []
     for kernel, events, own, other, first, every in (
         ("out", forward, R, C, 1, 2),  # loads of a program: q, then k and v of each tile
         ("dk, dv", backward[again:], C, R, 2, 4),  # k and v, then q, dout, LSE and delta of each tile

@@ -419,8 +419,6 @@ def test_wrong_option_is_one_line_that_names_it(monkeypatch):
     for argv in ("--tokens 5", "--tokens nan", "--tokens ", "--kv-heads 3", "--block-m 0", "--block 16"):
         assert argv.split()[0] in refusal(script.main, argv.split(" "))
     monkeypatch.setattr(script, "INTERPRETED", tl.constexpr(False))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert refusal(script.main) == "TRITON_INTERPRET=0 needs a GPU"
     half, wide = torch.empty(64, dtype=torch.half), torch.empty(64)
     assert [*map(script.block_sizes, (half, half.repeat(2), wide))] == [(64, 64), (64, 32), (16, 16)], "compiled"
     done = run_script(script.__file__, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")  # which the script leaves alone

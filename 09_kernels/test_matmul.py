@@ -205,7 +205,7 @@ def test_program_builds_alone_in_a_folder_and_passes(tmp_path):
     assert all(float(row.split()[-1]) <= 1e-6 for row in rows)
 
 
-def test_size_option(program):
+def test_size_option_sets_the_size_of_every_matmul(program):
     done = run(program, "--size", "3", "70", "5")
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS"
     assert [row.split()[:4] for row in done.stdout.splitlines()[1:-1]] == [[k, "3", "70", "5"] for k in KERNELS]
@@ -297,7 +297,7 @@ def test_kernels_use_no_stack_and_two_blocks_of_register_tiles_fit(arch):
 
 @pytest.mark.prove
 @NVCC
-def test_loads_and_fmas_in_machine_code(tmp_path):
+def test_machine_code_has_the_predicted_loads_and_fmas(tmp_path):
     cubin = tmp_path / "matmul.cubin"
     _cuda.resources(str(PROGRAM), "sm_90", cubin)
     loops = {name: _cuda.multiplying_loop(code) for name, code in _cuda.disassembled(cubin).items() if name in KERNELS}

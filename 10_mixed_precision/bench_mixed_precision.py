@@ -73,12 +73,9 @@ def shares(run: mp.Run, expected: mp.Run) -> tuple[float, float]:
     return zero_grads.double().mean().item(), lost_updates.double().mean().item()
 
 
-def matmuls(linear) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(n, 256, generator=generator).requires_grad_() for n in (512, 256))
+def matmuls(linear, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
     y = linear(x, w)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, w.grad]
+    return [y.detach(), *torch.autograd.grad(y, (x, w), dy)]
 
 
 def amp_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -86,10 +83,10 @@ def amp_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.linear(x, w).float()
 
 
-def verify(ours, in_depth) -> None:
+def verify(ours, in_depth, given: list[Tensor]) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         failures = [] if mp.check(dist.group.WORLD, CPU) else ["the check of mixed_precision.py fails"]
-    pairs = zip(matmuls(ours), matmuls(in_depth), strict=True)
+    pairs = zip(matmuls(ours, *given), matmuls(in_depth, *given), strict=True)
     # The same fp8 values, but scaled and summed in fp32 in another order: a sum that comes out near 0 has no digits to
     # compare, so each matmul is compared as a whole. Only the order may differ.
     for what, (a, b) in zip(("y", "grad_x", "grad_weight"), pairs, strict=True):
@@ -107,13 +104,16 @@ def measure() -> None:
     def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return mp.Fp8Linear.apply(x, w, mp.quantize_scaled, group)
 
-    verify(ours, in_depth)
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(n, 256, generator=generator).requires_grad_() for n in (512, 256, 512)]  # x, w, dy
+    verify(ours, in_depth, given)
     others = {
         "in_depth/fp8.py, recipe tensor": in_depth,
         "torch.autocast, bf16": amp_linear,
         "F.linear, fp32": F.linear,
     }
-    rows = [[name, paired(lambda: matmuls(ours), lambda o=o: matmuls(o))] for name, o in others.items()]
+    mine = partial(matmuls, ours, *given)
+    rows = [[name, paired(mine, partial(matmuls, other, *given))] for name, other in others.items()]
     write_result(
         "10_ground", "The fp8 linear layer of the core file, emulated: seconds / seconds of others",
         ["against", "forward and backward"], rows, "512 x 256 x 256; on a CPU 8 bits save memory and cost time.",

@@ -5,7 +5,7 @@ and the group do not depend on the machine at all, so they can be verified befor
 
 Idea. A list of `Flow`s: a collective, the axis whose group runs it, its payload, how often per step. It gives
 
-    bytes sent, by collective           ring algorithms, as the meter counts them: test_plan.py, to the byte
+    bytes sent, by collective           ring algorithms, as the meter counts them: test_plan_memory.py
     seconds                             plan_time.py, which knows where on the cluster the group lies
 
                          once a step                             each micro-batch, each layer

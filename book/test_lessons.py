@@ -174,7 +174,7 @@ def test_what_only_formulas_of_readmes_have_is_set(cell, inside):
 
 
 @pytest.mark.parametrize("readme", [path for path in READMES if ground_files(path)])
-def test_every_ground_floor_has_a_part_of_its_readme_to_stand_beside(readme):
+def test_every_core_file_has_a_part_of_its_readme_to_stand_beside(readme):
     text = (ROOT / readme).read_text()
     for file in ground_files(readme):
         part = ground_section(text, file.rpartition("/")[2])

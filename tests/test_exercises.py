@@ -228,7 +228,7 @@ def test_a_check_ends_well_if_the_core_has_passed_and_nothing_that_was_written_f
     assert capsys.readouterr().out.splitlines()[:2] == [f"2.1   {core}".ljust(19), "      hint:  Count."]
 
 
-def test_whoever_hands_in_the_ground_floor_alone_has_not_done_the_depth(tmp_path):
+def test_who_hands_in_the_core_file_alone_has_not_done_the_exercises_in_depth(tmp_path):
     chapter = real().chapter("02")
     folder = tmp_path / chapter.folder
     tool.start(real(), chapter, folder)
@@ -274,12 +274,6 @@ def test_every_planted_mistake_is_something_that_was_written_and_no_two_are_the_
                 bodies[key] = mistake.name
 
 
-SAMPLE = {  # one of each script; `make prove` plants all
-    *("eps_outside_the_root", "labels_are_shifted_twice", "tied_embeddings_are_counted_twice"),
-    *("chunk_is_added_one_step_too_late", "valid_tokens_of_the_whole_world"),
-}
-
-
 def test_a_failure_that_quotes_a_traceback_is_told_as_it_is_and_one_of_a_rank_in_the_ranks_words(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "harness"))  # where `forget` is
     judge = importlib.import_module("judge")
@@ -293,32 +287,18 @@ def test_a_failure_that_quotes_a_traceback_is_told_as_it_is_and_one_of_a_rank_in
     assert told("rank 0 raised:\nTraceback (most recent call last):\n  File a.py\nValueError: 3\n") == "ValueError: 3\n"
 
 
-@pytest.mark.prove
-def test_planted_mistakes_fail_at_their_exercise_with_their_hint(judge):
-    seen = set()
-    for chapter in real().chapters.values():
-        for script in chapter.scripts:
-            for mistake in (m for m in script.mistakes if m.name in SAMPLE):
-                submission = Submission(own_bodies(chapter) | {mistake.exercise: script.mistaken_body(mistake)})
-                (row,) = check(real(), chapter, submission, [mistake.exercise], judge=judge).rows
-                assert (row.status, row.mistake, row.hint) == ("failed", mistake.name, mistake.hint)
-                seen.add(mistake.name)
-    assert seen == SAMPLE
-
-
-PROVE = ["4.32", "5.23", "6.22", "7.26", "8.30", "9.28", "10.31", "11.24"]
-LATER = ["3.38", *(pytest.param(number, marks=pytest.mark.prove) for number in PROVE)]
+IN_EACH_CHAPTER = ["1.25", "2.25", "3.38", "4.32", "5.23", "6.22", "7.26", "8.30", "9.28", "10.31", "11.24"]
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("number", LATER)
-def test_in_each_later_chapter_another_right_solution_passes_and_a_mistake_gets_its_hint(number, judge):
+@pytest.mark.parametrize("number", IN_EACH_CHAPTER)
+def test_in_each_chapter_another_right_solution_passes_and_a_mistake_gets_its_hint(number, judge):
     chapter = real().chapter(number.partition(".")[0])
     script, _ = chapter.exercises[number]
     other = next(a for a in script.alternatives if a.exercise == number)
     report = check(real(), chapter, Submission({number: other.body.strip("\n")}), [number], judge=judge)
     assert report.all_passed, [(row.status, row.claim, row.detail) for row in report.rows] + [report.rejected]
-    mistake = next(m for m in script.mistakes if m.exercise == number)
+    *_, mistake = (m for m in script.mistakes if m.exercise == number)  # the last: a hint is not always the first one
     (row,) = check(real(), chapter, Submission({number: script.mistaken_body(mistake)}), [number], judge=judge).rows
     assert (row.status, row.mistake, row.hint) == ("failed", mistake.name, mistake.hint)
 
@@ -384,13 +364,10 @@ def test_where_no_mistake_is_known_the_hint_says_what_the_test_asks_of_the_exerc
             assert checking.general_hint(chapter, script, row, "test_x.py::test_other").startswith(first)
 
 
-def test_a_symptom_does_not_depend_on_the_hour():
+def test_a_symptom_depends_neither_on_the_hour_nor_on_the_port():
     said = "RuntimeError: [F1123 13:46:10.123456789 ProcessGroupGloo.cpp:12] sizes differ: 3 and 4"
     assert checking.symptom(said) == checking.symptom(said.replace("1123 13:46:10.123456789", "0102 07:05:00.000000"))
     assert "sizes differ: 3 and 4" in checking.symptom(said)
-
-
-def test_a_symptom_does_not_depend_on_the_port():
     said = "RuntimeError: gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:62637: Connection reset by peer"
     assert checking.symptom(said) == checking.symptom(said.replace("62637", "1024"))
     assert "Connection reset by peer" in checking.symptom(said)
@@ -475,7 +452,7 @@ def test_ranks_find_the_harness_although_the_copy_that_they_started_in_is_gone()
 
 @pytest.mark.prove
 def test_hostile_code_inside_the_ranks_fails_and_the_exercises_after_it_are_judged():
-    """A rank that ends itself, one that never ends, one that replaces the comparison in its own process."""
+    """A rank that ends itself, and one that replaces the comparison in its own process."""
     chapter = real().chapter("02")
     patch = """import sys
 for name, module in list(sys.modules.items()):
@@ -567,7 +544,7 @@ def test_every_fence_can_be_stubbed_and_put_back_and_is_told_about_in_the_readme
         again = fences.splice(stubbed, {n: f.body for n, f in script.fences.items()})
         assert again == script.text
         for number in script.fences if chapter.readme else ():  # a folder without README fails in test_folders.py
-            assert chapter.statement(number), f"{folder}/README.md says nothing about exercise {number}"
+            assert chapter.level(number), f"{folder}/README.md does not say that {number} is easy, medium or hard"
 
 
 def test_where_an_exercise_begins_the_names_are_told_that_it_has_to_leave(tmp_path):
@@ -593,13 +570,6 @@ def test_where_an_exercise_begins_the_names_are_told_that_it_has_to_leave(tmp_pa
     there = [(student[moved - 1], own[line - 1]) for moved, line in zip(*links, strict=True)]
     assert 0 < sum(a == b for a, b in there) < len(there) and links[0] != links[1]
     assert all(a == b or "# --- exercise" in a for a, b in there), "a link into a body leads to its fence"
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_every_exercise_has_a_level_in_the_readme(folder):
-    chapter = real().chapters[folder]
-    without = [number for number in chapter.exercises if not chapter.level(number)]
-    assert not chapter.readme or not without, f"{folder}/README.md does not say easy, medium or hard of {without}"
 
 
 @pytest.mark.prove
@@ -661,34 +631,37 @@ def test_every_chapter_has_right_solutions_that_are_really_written_differently(f
         assert not same, f"{fence.number}: {other.why}"
 
 
+def weeks():
+    """The rows of the twelve weeks in the course's README, by cells."""
+    table = (ROOT / "exercises" / "README.md").read_text().partition("## Twelve weeks")[2]
+    return [row.split(" | ") for row in re.findall(r"^\| \d+ \|.*$", table, re.MULTILINE)]
+
+
+def exercises_in(cell):
+    """Of `2.1 to 2.3` there are three."""
+    found = re.findall(r"\b(\d+)\.(\d+)(?: to \1\.(\d+))?", cell)
+    return [f"{chapter}.{n}" for chapter, first, last in found for n in range(int(first), int(last or first) + 1)]
+
+
 def test_the_twelve_weeks_give_every_exercise_once_as_core_or_extra_and_link_every_chapter():
-    text = (ROOT / "exercises" / "README.md").read_text()
-    assert "to come" not in text
-    weeks = re.findall(r"^\| \d+ \|.*$", text.partition("## Twelve weeks")[2], re.MULTILINE)
-    assert len(weeks) == 12
-    given: list[str] = []
-    for week in weeks:
-        for words in week.split(" | ")[3:5]:
-            for chapter, first, last in re.findall(r"\b(\d+)\.(\d+)(?: to \1\.(\d+))?", words):
-                given += [f"{chapter}.{n}" for n in range(int(first), int(last or first) + 1)]
+    assert "to come" not in (ROOT / "exercises" / "README.md").read_text()
+    assert len(weeks()) == 12
+    given = [number for week in weeks() for cell in week[3:5] for number in exercises_in(cell)]
     assert sorted(given) == sorted(number for chapter in real().chapters.values() for number in chapter.exercises)
     for folder in FOLDERS:
-        assert f"](../{folder}/README.md)" in "".join(weeks), f"no week for {folder}"
+        assert f"](../{folder}/README.md)" in str(weeks()), f"no week for {folder}"
 
 
 def test_each_weeks_core_fits_into_four_to_six_hours():
     """By the durations that the course's README gives; from half an hour on, the next hour is meant."""
-    weeks = re.findall(r"^\| \d+ \|.*$", (ROOT / "exercises" / "README.md").read_text(), re.MULTILINE)
-    for chapter, week in zip(real().chapters.values(), weeks, strict=False):
-        given = re.findall(r"\b(\d+)\.(\d+)(?: to \1\.(\d+))?", week.split(" | ")[3])
-        core = [f"{c}.{n}" for c, first, last in given for n in range(int(first), int(last or first) + 1)]
+    for chapter, week in zip(real().chapters.values(), weeks(), strict=False):
+        core = exercises_in(week[3])
         first_part = re.split(r"^## .*in depth", chapter.readme, flags=re.M | re.I)[0]
         text = re.sub(r"<!--.*?-->|<details>.*?</details>|^```.*?^```|^\|[^\n]*", "", first_part, flags=re.S | re.M)
         code = sum(len(real().files[path]) for path in {chapter.exercises[number][0].path for number in core})
         minutes = sum({"easy": 15, "medium": 30, "hard": 90}[chapter.level(number)] for number in core)
-        hours = (
-            len(text.split()) / 150 + code / 560 + minutes + 45
-        ) / 60  # 150 words, or 560 characters of code, a minute
+        reading = len(text.split()) / 150 + code / 560  # words, and characters of code, in a minute
+        hours = (reading + minutes + 45) / 60
         assert 4 <= round(hours) <= 6, f"{chapter.folder}: {hours:.1f} hours"
         assert 5 <= len(core) <= 6 and sum(chapter.level(number) == "hard" for number in core) == 1, core
 
@@ -878,16 +851,15 @@ FORGED = {  # how a test compares, and a body that makes it so
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE | OUTWARD)
-def test_screening_refuses_a_hostile_submission_with_one_line(kind, tiny, tmp_path):
+def test_screening_refuses_each_hostile_submission_with_one_line(tiny, tmp_path):
     chapter = tiny.chapter("01")
-    folder = write_student(chapter, {"1.1": (HOSTILE | OUTWARD)[kind]}, tmp_path / "student")
-    submission = read_submission(chapter, folder)
-    if kind in ("hangs", "eats_memory"):  # what is not in the words is for the limits
-        assert submission.refused == {}
-    else:
-        assert re.match(r"tiny.py, line \d+: .*an exercise may not|.*only change its own", submission.refused["1.1"])
-        assert "\n" not in submission.refused["1.1"]
+    for kind, body in (HOSTILE | OUTWARD).items():
+        refused = read_submission(chapter, write_student(chapter, {"1.1": body}, tmp_path / kind)).refused
+        if kind in ("hangs", "eats_memory"):  # what is not in the words is for the limits
+            assert refused == {}, kind
+        else:
+            why = r"tiny.py, line \d+: .*(an exercise may not|only change its own).*"
+            assert re.fullmatch(why, refused.get("1.1", "")), (kind, refused)
 
 
 @pytest.mark.prove
@@ -937,7 +909,7 @@ def cell():
 
 
 @pytest.mark.prove
-def test_in_the_cell_there_is_nothing_of_this_machine_to_read_write_call_or_end(tiny, tmp_path, cell):
+def test_in_the_cell_there_is_nothing_of_this_machine_to_read_write_call_or_end(tiny, cell):
     chapter, root = tiny.chapter("01"), tiny.root
     for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c"]):
         subprocess.run(["git", "-C", str(root), *command], check=True)
@@ -1194,7 +1166,7 @@ _disarm()
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", FOLDERS)
-def test_each_exercise_of_a_ground_floor_is_decided_in_a_process_that_its_lines_do_not_reach(name):
+def test_each_exercise_of_a_core_file_is_decided_in_a_process_that_its_lines_do_not_reach(name):
     """A mistake of each is noticed although the ranks, in which alone it runs, assert nothing."""
     chapter, decided = real().chapters[name], set()
     core = set(chapter.core)
@@ -1222,10 +1194,11 @@ def planting():
         yield judge
 
 
-@pytest.mark.parametrize("cheat", TRIED)
-def test_the_test_that_refuses_a_cheat_grades_its_exercise(cheat):
-    graded = real().chapter(cheat["exercise"].partition(".")[0]).tests(cheat["exercise"])
-    assert cheat["caught_by"] in {claim for test in graded for claim in (test, checking._claim(test))}
+def test_the_test_that_refuses_a_cheat_grades_its_exercise():
+    for cheat in CHEATS:
+        graded = real().chapter(cheat["exercise"].partition(".")[0]).tests(cheat["exercise"])
+        known = {claim for test in graded for claim in (test, checking._claim(test))}
+        assert cheat["caught_by"] in known, cheat["what"]
 
 
 @pytest.mark.prove
@@ -1368,7 +1341,7 @@ def test_passes_stand_where_the_machine_gives_up_when_they_are_confirmed(tiny):
 
 
 @pytest.mark.prove
-def test_a_class_is_graded_whoever_hands_in_what(tiny, tmp_path, monkeypatch):
+def test_a_class_is_graded_with_files_that_are_hostile_broken_or_missing(tiny, tmp_path, monkeypatch):
     chapter, folder = tiny.chapter("01"), tmp_path / "class"
     right = own_bodies(chapter)
     write_student(chapter, right | {"1.1": "return x + x"}, folder / "ann" / "01_tiny")
@@ -1731,40 +1704,42 @@ READ_FROM_THE_CHECKER = {  # ways round `screen.py`, looked for by reading it; t
 }
 
 
-@pytest.mark.parametrize("kind", READ_FROM_THE_CHECKER)
-def test_screening_knows_the_ways_round_it(kind):
-    script = "import torch\nimport torch.distributed as dist\nfrom torch import nn\n"
-    found = list(screen.objections(fences.parse(READ_FROM_THE_CHECKER[kind]), [], ast.parse(script)))
-    assert found, kind
+AROUND = """import contextlib, dataclasses, functools, operator, sys, typing
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pathlib import Path
+from torch import Tensor, nn
+from _interpreter import tl, triton
+import sibling
+"""
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("import os", "from torch import os", "open('x')", "getattr(x, 'y')", "x.__class__", "exec('1')", "torch.os"),
-        *("m = torch", "torch.testing.assert_close", "torch.load('x')", "dist.broadcast_object_list([x])"),
-        *("torch.nn.functional.torch", "torch.Tensor.sum = 1", "Tensor.sum = 1", "type('T', (Tensor,), {})"),
-        *("global x", "class A: pass", "def __eq__(a, b): return True", "x.gi_frame", "__builtins__", "sys.exit()"),
-        *("match x:\n    case object(__globals__=g): pass", "typing.get_type_hints(x)", "operator.attrgetter('a')(x)"),
-        *("torch.UntypedStorage.from_file('x')", "x.numpy().tofile('y')", "functools.update_wrapper(torch.equal, f)"),
-        *("dataclasses.make_dataclass('T', [])", "c = nn.Linear\nc.forward = 1", "d = dist.group\nd.WORLD = 1"),
-        *("x.dump('y')", "contextlib.redirect_stdout(x)", "torch.distributed.launcher", "x._base._backward_hooks"),
-        *("torch.set_default_dtype(x)", "torch.ops", "Path('x').unlink()", "t = type", "type(x)", "lambda: eval('1')"),
-        *(
-            "tl.core.os",
-            "triton.runtime.driver",
-            "triton.compile(x)",
-            "t = tl",
-            "sibling.os",
-            "sibling.torch.load(x)",
-        ),
-    ],
-)
-def test_screening_refuses(line):
-    script = "import contextlib, dataclasses, functools, operator, sys, typing\nimport torch\n"
-    script += "import torch.distributed as dist\nfrom pathlib import Path\nfrom torch import Tensor, nn\n"
-    script += "from _interpreter import tl, triton\nimport sibling\n"
-    assert list(screen.objections(fences.parse(line), [], compile(script, "s", "exec", 1024))), line
+def objections_to(lines):
+    """In a script that imports more than most do."""
+    return list(screen.objections(fences.parse(lines), [], ast.parse(AROUND)))
+
+
+def test_screening_knows_the_ways_round_it():
+    assert [way for way, lines in READ_FROM_THE_CHECKER.items() if not objections_to(lines)] == []
+
+
+REFUSED = [
+    *("import os", "from torch import os", "open('x')", "getattr(x, 'y')", "x.__class__", "exec('1')", "torch.os"),
+    *("m = torch", "torch.testing.assert_close", "torch.load('x')", "dist.broadcast_object_list([x])"),
+    *("torch.nn.functional.torch", "torch.Tensor.sum = 1", "Tensor.sum = 1", "type('T', (Tensor,), {})"),
+    *("global x", "class A: pass", "def __eq__(a, b): return True", "x.gi_frame", "__builtins__", "sys.exit()"),
+    *("match x:\n    case object(__globals__=g): pass", "typing.get_type_hints(x)", "operator.attrgetter('a')(x)"),
+    *("torch.UntypedStorage.from_file('x')", "x.numpy().tofile('y')", "functools.update_wrapper(torch.equal, f)"),
+    *("dataclasses.make_dataclass('T', [])", "c = nn.Linear\nc.forward = 1", "d = dist.group\nd.WORLD = 1"),
+    *("x.dump('y')", "contextlib.redirect_stdout(x)", "torch.distributed.launcher", "x._base._backward_hooks"),
+    *("torch.set_default_dtype(x)", "torch.ops", "Path('x').unlink()", "t = type", "lambda: eval('1')"),
+    *("tl.core.os", "triton.runtime.driver", "triton.compile(x)", "t = tl", "sibling.os", "sibling.torch.load(x)"),
+]
+
+
+def test_screening_refuses():
+    assert [line for line in REFUSED if not objections_to(line)] == []
 
 
 @pytest.mark.parametrize(
@@ -1784,6 +1759,4 @@ def test_screening_refuses(line):
 def test_screening_lets_pass_what_a_solution_may_need(line):
     if re.search(r"\b(tl|triton)\.", line):
         pytest.importorskip("triton", reason="needs Triton, which is not installed")
-    script = "import torch\nimport torch.distributed as dist\nimport torch.nn.functional as F\nfrom torch import nn\n"
-    script += "from _interpreter import tl, triton\nimport sibling\n"
-    assert list(screen.objections(fences.parse(line), [], compile(script, "s", "exec", 1024))) == []
+    assert objections_to(line) == []

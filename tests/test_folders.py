@@ -237,17 +237,16 @@ def test_a_benchmark_verifies_first_and_writes_nothing_when_the_code_is_wrong(be
     python = f"{warm_python.folder()}/python"
     done = run_script(copy / BENCHMARKS[bench].relative_to(ROOT), cwd=copy, timeout=180, python=python)
     assert done.returncode != 0, done.stdout[-2000:]
+    wrong_reason = re.search(r"\b(SyntaxError|NameError|ImportError|ModuleNotFoundError)\b", done.stderr)
+    assert not wrong_reason, done.stderr[-2000:]
     assert not list(copy.glob("results/*.json"))
 
 
-def test_every_chapter_folder_is_on_the_map_and_every_link_leads_somewhere():
+def test_every_chapter_folder_is_on_the_map():
     text = (ROOT / "README.md").read_text()
     assert set(re.findall(r"\((\d\d_\w+)/README.md\)", text)) == HOMES == homes(ROOT)
     in_depth = re.findall(r"\d\d_\w+", (TRAINER / "paths.py").read_text())
     assert in_depth == [chapter.name for chapter in CHAPTERS]
-    for readme in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/planner/*.md")]:
-        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", readme.read_text()):
-            assert (readme.parent / link).exists(), f"{readme.relative_to(ROOT)} links to {link}"
 
 
 SECTIONS = ("Compared", "Measured", "Exercises", "Questions", "Sources", "In depth")
@@ -257,15 +256,14 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("number", range(1, 12))
-def test_every_chapter_has_the_same_sections_and_the_same_heads_of_tables(number):
-    [chapter] = [each for each in (*CHAPTERS, TRAINER) if each.name.startswith(f"{number:02}_")]
+@pytest.mark.parametrize("chapter", [*CHAPTERS, TRAINER], ids=lambda folder: folder.name)
+def test_every_chapter_has_the_same_sections_and_the_same_heads_of_tables(chapter):
     text = re.sub(r"^```.*?^```", "", (chapter / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     core = {p.name for p in chapter.iterdir() if re.fullmatch(r"(?!test_|bench_|_).*\.(py|cu)", p.name)}
     core = {"five_d.py"} if chapter == TRAINER else core
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
     cores = [heading for heading in headings if heading.startswith("The core file: ")]
-    assert re.match(rf"# Chapter {number}: \S", text)
+    assert re.match(rf"# Chapter {int(chapter.name[:2])}: \S", text)
     assert headings == [*cores, *SECTIONS]
     assert cores and set(re.findall(r"`(.*?)`", "".join(cores))) == core
     tables = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
@@ -275,11 +273,9 @@ def test_every_chapter_has_the_same_sections_and_the_same_heads_of_tables(number
 
 def test_make_lists_its_targets():
     done = run(["make"], ROOT)
-    targets = re.findall(r"^([a-z-]+): .*##", Path(ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert done.returncode == 0
-    assert {"train", "test", "lint", "bench"} <= set(targets)
-    for target in targets:
-        assert f"make {target}" in done.stdout
+    targets = re.findall(r"^([a-z0-9-]+): .*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert done.returncode == 0 and {"train", "test", "lint", "bench"} <= set(targets)
+    assert re.findall(r"^  make (\S+)", done.stdout, re.MULTILINE) == targets
 
 
 def test_make_takes_one_chapter_and_folders_with_spaces():

@@ -20,6 +20,7 @@ from harness.goals import GOALS, judge, number
 from harness.layout import chapter_of, files, find
 from harness.ranks import run_ranks
 from harness.report import ROOT, Ratio, commit_of, contents_of, fill, measured, take, write_result
+from test_ranks import alive, within
 
 sys.path[:0] = [str(ROOT / "11_5d_trainer"), str(ROOT / "11_5d_trainer/bench"), str(ROOT / "01_single_gpu/in_depth")]
 sys.path.append(str(ROOT / "08_fpdt/in_depth"))
@@ -306,12 +307,7 @@ def test_what_ran_before_stays_in_the_file_and_to_have_no_time_or_no_work_is_no_
 
 def gone(pid):
     """Whether a process ends within a minute."""
-    process, until = Path("/proc", pid), time.monotonic() + 60
-    while process.exists() and (process / "stat").read_text().split()[2] != "Z":
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
+    return within(60, lambda: not alive(int(pid)))
 
 
 @pytest.mark.always("True")
@@ -422,7 +418,8 @@ def test_a_copy_over_the_link_that_copies_nothing_is_no_result(to_device, monkey
 def test_nothing_is_written_beside_the_sources():
     environment = gpu.surroundings(False)
     assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
-    assert not Path(environment["TRITON_CACHE_DIR"]).is_relative_to(ROOT)
+    for cache in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        assert not Path(environment[cache]).is_relative_to(ROOT), cache
 
 
 @pytest.mark.prove

@@ -11,8 +11,6 @@ from harness.layout import files
 from harness.report import ROOT
 from test_readme_commands import expanded, script_and_options, surroundings
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the repository is for Linux and macOS")
-
 WITHOUT_TRITON = """
 import io, contextlib, json, runpy, sys
 from pathlib import Path

@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from harness.meter import bytes_on_the_wire, communication, held_bytes, peak_memory, saved_activations, storage_bytes
+from harness.meter import (
+    bytes_on_the_wire,
+    communication,
+    held_bytes,
+    loopback_bytes,
+    peak_memory,
+    saved_activations,
+    storage_bytes,
+)
 from harness.ranks import run_ranks
 from torch import nn
 
@@ -244,21 +252,17 @@ def test_a_group_that_is_a_slice_is_counted_with_its_own_size():
 
 
 def loopback_traffic(numel):
-    def received():
-        line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
-        return int(line.split(":")[1].split()[0])
-
     x = torch.ones(numel)
     dist.all_reduce(x)  # connects the ranks
     windows = []
     for _ in range(5):
         dist.barrier()  # nobody sends before everybody is here
-        before = received()
+        before = loopback_bytes()
         dist.barrier()
         with communication() as sent:
             dist.all_reduce(x)
         dist.barrier()
-        windows.append(received() - before)
+        windows.append(loopback_bytes() - before)
     # Other programs use the loopback too; they only add. The smallest window is ours.
     return min(windows), bytes_on_the_wire("all_reduce", x.nbytes, dist.get_world_size()), sent.total
 

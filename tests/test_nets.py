@@ -32,7 +32,7 @@ COLLECTIVES = {
 }
 # These start the world or divide it: it is no technique that is given a group.
 OVER_THE_WORLD = {
-    *("main", "run", "launch", "world", "start", "_start", "_worker", "one_rank", "largest", "processor_seconds"),
+    *("main", "run", "launch", "world", "start", "one_rank", "largest"),
     *("make_groups", "node_groups", "usp_groups", "expert_groups", "make_mesh", "make_trainer", "generate"),
     "who_is_not_finite",
 }

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -22,7 +21,7 @@ from harness.predictions import (
     moved,
     product,
 )
-from harness.report import ROOT
+from harness.programs import printed_json
 
 H200 = gpu_called("NVIDIA H200")
 
@@ -95,7 +94,7 @@ def test_what_is_expected_of_attention_at_the_goals_shape():
         assert 1e3 * predictions.overlapped_attention(gpu, *shape, kind) == pytest.approx(expected, rel=0.02), kind
 
 
-def test_the_ground_floor_masks_every_tile_and_computes_some_products_twice():
+def test_the_core_files_kernels_mask_every_tile_and_compute_some_products_twice():
     """One score at D = 64: 3 products of 128 FLOPs, and 653 instructions of 256 threads for 64 x 64 scores."""
     loop = LOOPS["ground forward", 64]
     one = 3 * 128 / H200.tensor + 653 * 256 / 4096 / 128
@@ -215,13 +214,8 @@ print(json.dumps(out))
 def test_the_loops_of_the_kernels_have_as_many_instructions_as_were_counted():
     """With the Triton that is here; another version may compile a little differently, and 15 % may go unsaid."""
     pytest.importorskip("triton")
-    import json
-
     paths = find("_flash_compile.py").parent, find("flash_attention.py").parent
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run([sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    counted = json.loads(done.stdout.splitlines()[-1])
+    [counted] = printed_json("-c", COUNT, TRITON_INTERPRET="0", PYTHONPATH=os.pathsep.join(map(str, paths)))
     for (name, D), loop in installed_loops().items():
         instructions, masked, special, *tensor = counted[f"{name} {D}"]
         if tensor:
@@ -310,4 +304,3 @@ def test_every_rung_with_a_prediction_is_a_rung():
     source = find("matmul_ladder.py").read_text()
     names = set(re.findall(r"Rung\(\d+, \"(\w+)\"", source))
     assert set(LADDER) - {"register_tiles"} <= names and set(TENSOR) - {"fp8_product"} <= names
-    assert predictions.COLUMNS and (ROOT / "tests/harness/predictions.py").exists()

@@ -52,7 +52,7 @@ def causes(script):
 )
 @pytest.mark.parametrize("fixed", [False, True], ids=["broken", "fixed"])
 @pytest.mark.parametrize(("script", "cause"), [key for key in WHAT if key[0] in ("out_of_memory", "not_a_number")])
-def test_in_one_process_the_line_that_is_wrong_is_named_and_the_mended_one_passes(script, cause, fixed, monkeypatch):
+def test_in_one_process_the_line_that_is_wrong_is_named_and_the_fixed_one_passes(script, cause, fixed, monkeypatch):
     module = {"out_of_memory": out_of_memory, "not_a_number": not_a_number}[script]
     monkeypatch.setattr(sys, "argv", [script, "--cause", cause, *["--fixed"][:fixed]])
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -78,7 +78,7 @@ def test_without_a_mistake_the_two_layouts_are_equal():
     assert run_ranks(2, compare_on_a_rank, "")[0][0] == ""
 
 
-def test_a_group_of_weights_that_is_off_by_one_factor_is_named_with_it(capsys):
+def test_a_group_of_weights_that_is_off_by_one_factor_is_named_with_it():
     loss, right = losses_differ.one_process()
     said = losses_differ.compare((loss, [right[0], right[1] / 4, right[2] / 4]), (loss, right), 2)
     assert "only first, second is wrong, by a factor of 0.2500" in said
@@ -174,9 +174,10 @@ def test_what_makes_a_step_slow_is_read_from_the_table_of_all_ranks(cause):
 def test_each_rank_says_where_it_waits_and_the_job_ends(cause):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run([*command, HERE / "hangs.py", "--cause", cause], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert re.search(WHAT["hangs", cause], done.stdout + done.stderr), done.stdout + done.stderr
-    assert "PASS" not in done.stdout
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "PASS" not in done.stdout, said
+    assert re.search(WHAT["hangs", cause], said), said
+    assert set(re.findall(r"rank (\d) waits at line", said)) == {"0", "1"}, said
 
 
 def train_to_the_end(cause):
@@ -187,7 +188,7 @@ def train_to_the_end(cause):
 
 
 @pytest.mark.parametrize("cause", causes("hangs"))
-def test_a_loop_that_is_mended_ends(cause):
+def test_a_loop_that_is_fixed_ends(cause):
     assert run_ranks(2, train_to_the_end, cause) == [4 if cause == "branch" else 0, 0]
 
 

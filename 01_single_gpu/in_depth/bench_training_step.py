@@ -1,35 +1,27 @@
 """A training step of this chapter against the same model in transformers, with the same AdamW, in the same run.
 
-Verified first: from the same weights and batch, both give the same loss and, in fp32, the same gradients. Then the
-trace of one step, by kind of operation. `--figures` only draws.
+Verified first: from the same weights and batch, both give the same loss and the same gradients. Then the trace of one
+step, by kind of operation. `--figures` only draws.
 """
 
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import transformers
-from accounting import peak_flops, step_flops, utilization
 from harness.figures import COLOURS, write_figure
 from harness.reference import assert_same, assert_same_named
-from harness.report import paired, write_result
+from harness.report import Ratio, paired, write_result
 from llama import Llama, LlamaConfig
 from training_step import adamw, profile_first_steps, random_batches, stdlib_bytes, train_step
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SIZES = [LlamaConfig(hidden=h, layers=4, heads=4, intermediate=3 * h) for h in (128, 192)]
 SAMPLES, SEQ = 4, 128
-if ON_GPU:
-    SIZES = [LlamaConfig(hidden=h, layers=8, heads=16, kv_heads=4, intermediate=3 * h) for h in (1024, 2048)]
-    SAMPLES, SEQ = 8, 1024
 REPEATS = 15
 
 
@@ -49,42 +41,31 @@ def hugging_face(config: LlamaConfig) -> transformers.LlamaForCausalLM:
     )
 
 
-def measure(config: LlamaConfig, precision: torch.autocast | None) -> tuple:
-    ours, theirs = Llama(config).to(DEVICE), hugging_face(config).to(DEVICE)
+def measure(config: LlamaConfig) -> Ratio:
+    ours, theirs = Llama(config), hugging_face(config)
     theirs.load_state_dict(ours.state_dict())
     optimizers = adamw(ours, 1e-4), adamw(theirs, 1e-4)
     batch = random_batches(stdlib_bytes(100_000), SAMPLES, SEQ, 1, torch.Generator().manual_seed(0))
-    tokens, labels = (x.to(DEVICE) for x in batch[0])
+    tokens, labels = batch[0]
 
     def our_step() -> torch.Tensor:
-        return train_step(ours, optimizers[0], [(tokens, labels)], precision)
+        return train_step(ours, optimizers[0], batch)
 
     def their_step() -> torch.Tensor:
         optimizers[1].zero_grad(set_to_none=True)
-        with precision or torch.enable_grad():
-            loss = theirs(input_ids=tokens, shift_labels=labels, labels=labels).loss
+        loss = theirs(input_ids=tokens, shift_labels=labels, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         optimizers[1].step()
         return loss
 
-    assert_same(our_step(), their_step(), 2e-2 if precision else 1e-5, "loss")
-    if precision is None:  # under bf16 autocast the two round in different places
-        want = {name: p.grad for name, p in theirs.named_parameters()}
-        assert_same_named({name: p.grad for name, p in ours.named_parameters()}, want, 1e-4, "gradient of")
-
-    ratio = paired(our_step, their_step, repeats=REPEATS, warmup=3)
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        our_step().item()  # .item() waits for the device
-        seconds.append(time.perf_counter() - begin)
-    flops = step_flops(config, SAMPLES, SEQ).model
-    peak = peak_flops(torch.cuda.get_device_name()) if ON_GPU else None
-    return ratio, utilization(flops, statistics.median(seconds), peak)
+    assert_same(our_step(), their_step(), 1e-5, "loss")
+    want = {name: p.grad for name, p in theirs.named_parameters()}
+    assert_same_named({name: p.grad for name, p in ours.named_parameters()}, want, 1e-4, "gradient of")
+    return paired(our_step, their_step, repeats=REPEATS, warmup=3)
 
 
-PRODUCTS = ("aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::addmm")
+PRODUCTS = ("aten::linear", "aten::mm")  # in the forward and in the backward pass
 KINDS = ("matrix products", "attention", "norms, RoPE, SwiGLU, loss", "clip and update")
 
 
@@ -99,10 +80,9 @@ def kind_of(event: dict, phase: str) -> str:
 def trace_of_a_step() -> list[list]:
     """[row, milliseconds since the step began, milliseconds] of the phases and operations in the second step."""
     config = LlamaConfig(hidden=128, layers=2, intermediate=344)
-    model = Llama(config).to(DEVICE)
+    model = Llama(config)
     optimizer = adamw(model, 1e-4)
     batch = random_batches(stdlib_bytes(100_000), 4, 256, 1, torch.Generator().manual_seed(0))
-    batch = [(tokens.to(DEVICE), labels.to(DEVICE)) for tokens, labels in batch]
     with tempfile.TemporaryDirectory() as folder:
         trace = profile_first_steps(
             lambda: train_step(model, optimizer, batch), lambda: model(batch[0][0]), Path(folder)
@@ -118,12 +98,12 @@ def trace_of_a_step() -> list[list]:
     )
     end = {}
     for e in operations:  # only the outermost of each thread, which contains its calls
-        if e["ts"] < end.get(e["tid"], 0) and e["name"] not in PRODUCTS and "scaled_dot_product" not in e["name"]:
+        if e["ts"] < end.get(e["tid"], 0):
             continue
         inside = [p for p in phases if p["ts"] <= e["ts"] <= p["ts"] + p["dur"]]
         if inside:
             kind, at, long = kind_of(e, inside[0]["name"]), (e["ts"] - begin) / 1000, e["dur"] / 1000
-            end[e["tid"]] = max(end.get(e["tid"], 0), e["ts"] + e["dur"])
+            end[e["tid"]] = e["ts"] + e["dur"]
             if rows[-1][0] == kind and at - sum(rows[-1][1:]) < 0.02:
                 rows[-1][2] = max(rows[-1][2], at + long - rows[-1][1])  # merge adjacent bars of one kind
             else:
@@ -164,17 +144,15 @@ def main() -> int:
     rows = []
     all_threads = torch.get_num_threads()
     for config in SIZES:
-        for threads in dict.fromkeys((1, all_threads)) if not ON_GPU else (all_threads,):
+        for threads in dict.fromkeys((1, all_threads)):
             torch.set_num_threads(threads)
-            precision = torch.autocast("cuda", torch.bfloat16) if ON_GPU else None
-            ratio, mfu = measure(config, precision)
             size = f"{sum(p.numel() for p in Llama(config).parameters()) / 1e6:.1f}M, hidden {config.hidden}"
-            rows.append([size, "GPU, bf16" if ON_GPU else f"{threads} thread{'s' * (threads > 1)}, fp32", ratio, mfu])
-            print(rows[-1][0], rows[-1][1], ratio, mfu)
+            rows.append([size, f"{threads} thread{'s' * (threads > 1)}, fp32", measure(config)])
+            print(*rows[-1])
     write_result(
         "01_single_gpu",
         f"Seconds of a training step over those of transformers, {SAMPLES} samples of {SEQ} tokens",
-        ["model", "with", "this chapter / transformers", "MFU"],
+        ["model", "with", "this chapter / transformers"],
         rows,
         notes=f"Both with AdamW (fused) and clipping; median of {REPEATS} pairs (quartiles). Below 1: this is faster.",
     )

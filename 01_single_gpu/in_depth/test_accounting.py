@@ -7,8 +7,8 @@ from pathlib import Path
 import accounting
 import pytest
 import torch
-from accounting import FP32, GB, MIXED, MIXED_FP32_GRADIENTS
-from harness.meter import held_bytes, saved_activations
+from accounting import FP32, MIXED, MIXED_FP32_GRADIENTS
+from harness.meter import saved_activations
 from llama import (
     LLAMA3_8B,
     LLAMA3_70B,
@@ -87,24 +87,11 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does(sizes
 
 def test_a_parameter_costs_16_bytes_and_20_with_fp32_gradients():
     assert [r.bytes_per_parameter() for r in (FP32, MIXED, MIXED_FP32_GRADIENTS)] == [16, 16, 20]
-    sizes = [n * GB for n in (1, 7, 70, 405)]
-    assert [n * MIXED.bytes_per_parameter() // GB for n in sizes] == [16, 112, 1120, 6480]
-    assert [n * MIXED_FP32_GRADIENTS.bytes_per_parameter() // GB for n in sizes] == [20, 140, 1400, 8100]
 
 
 @pytest.mark.parametrize("recipe", accounting.RECIPES, ids=lambda r: r.name)
 def test_the_bytes_of_a_recipe_are_what_training_with_it_holds(recipe):
     assert accounting.held_by_training(recipe, ODD) == recipe.bytes_per_parameter() * accounting.parameters(ODD)
-
-
-def test_the_bytes_of_fp32_are_those_the_meter_counts():
-    model = Llama(TINY)
-    optimizer = torch.optim.AdamW(model.parameters())
-    next_token_loss(model, torch.zeros(1, 4, dtype=torch.long)).backward()
-    optimizer.step()
-    held, count = held_bytes(model, optimizer), accounting.parameters(TINY)
-    assert (held.parameters, held.gradients) == (FP32.weights * count, FP32.gradients * count)
-    assert held.optimizer == FP32.optimizer * count
 
 
 # ----------------------------------------------------------------------------------------------- activations
@@ -135,22 +122,11 @@ def test_the_activation_formula_equals_the_saved_tensors_to_the_byte(dtype, kern
         assert sum(predicted.values()) == measured(config, batch, seq, dtype, kernel, recompute), (config, batch, seq)
 
 
-def test_selective_recomputation_of_explicit_attention_saves_the_probabilities_and_of_fused_only_the_lse():
-    B, S, L, N = 2, 32, TINY.layers, TINY.heads
-    for kernel, spared in (("explicit", L * B * N * S * S * 4), ("fused", L * B * N * S * 4)):
-        none, selective = (measured(TINY, B, S, torch.float32, kernel, mode) for mode in ("none", "selective"))
-        assert none - selective == spared
-
-
 def test_the_gpt_activation_formula_is_the_one_of_korthikanti():
     h, L, a, s, b = 12288, 96, 96, 2048, 1
     assert accounting.gpt_activations(h, L, a, s, b) == L * s * b * h * (34 + 5 * a * s / h)
     assert accounting.gpt_activations(h, L, a, s, b, "selective") == 34 * L * s * b * h
     assert accounting.gpt_activations(h, L, a, s, b, "full") == 2 * L * s * b * h
-    # Their section 5: for GPT-3 the factor 5as/h is 80, and selective recomputation saves 70% of the memory.
-    assert 5 * a * s / h == 80
-    left = accounting.gpt_activations(h, L, a, s, b, "selective") / accounting.gpt_activations(h, L, a, s, b)
-    assert left == pytest.approx(0.30, abs=0.005)
 
 
 # ----------------------------------------------------------------------------------------------------- FLOPs
@@ -214,7 +190,7 @@ def test_the_peak_is_that_of_the_device_found(name, tflops):
 OTHERS = ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA L40", "NVIDIA A10G", "NVIDIA H20"]
 
 
-@pytest.mark.parametrize("name", ["CPU", "", "NVIDIA X9000", *OTHERS])
+@pytest.mark.parametrize("name", ["CPU", "", "NVIDIA X9000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", *OTHERS])
 def test_without_a_known_peak_utilization_is_not_available(name):
     assert accounting.peak_flops(name) is None
     assert accounting.utilization(10**15, 1.0, accounting.peak_flops(name)) == "n/a"
@@ -222,7 +198,6 @@ def test_without_a_known_peak_utilization_is_not_available(name):
 
 def test_utilization_is_flops_over_seconds_over_the_peak():
     assert accounting.utilization(10**15, 2.0, accounting.peak_flops("NVIDIA H200")) == "50.5%"
-    assert accounting.peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None, "a slice has not the whole peak"
     assert accounting.utilization(10**15, 2.0, accounting.peak_flops("NVIDIA L40S")) == "138.1%"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import step_peak
 import torch
-from accounting import activations, parameters
+from accounting import parameters
 from harness.meter import held_bytes, peak_memory, saved_activations
 from llama import MODES, LlamaConfig
 from step_peak import PRECISIONS
@@ -32,7 +32,7 @@ ALONE = {"end of forward": 24, "loss": 20, "head": 20, "last block": 20}
 
 
 def context_of(precision):
-    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else None
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast")
 
 
 @pytest.mark.always(
@@ -63,10 +63,8 @@ def test_the_peak_of_a_real_step_is_the_predicted_one_to_the_byte(
 def test_the_bytes_kept_for_backward_are_those_of_the_meter(precision, recompute):
     for config, batch, seq, _ in (SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[5]):  # tied or not is all the same here
         model, _, ((tokens, labels), *_) = step_peak.build(config, batch, seq, 2, precision, recompute)
-        with saved_activations(exclude=model.parameters()) as saved:
-            autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast")
-            with autocast:
-                loss = model.parts.cross_entropy(model(tokens), labels)
+        with saved_activations(exclude=model.parameters()) as saved, context_of(precision):
+            loss = model.parts.cross_entropy(model(tokens), labels)
         assert loss.requires_grad
         kept = sum(step_peak.kept_for_backward(config, batch, seq, precision, recompute).values())
         assert saved.bytes == kept + 2 * 8 * batch * seq + 4  # tokens, labels, the sum of the labels' weights
@@ -82,23 +80,10 @@ def test_the_scripts_own_meter_measures_the_predicted_peak(precision, recompute)
         assert step_peak.measure(WIDE, 1, 128, 2, precision, "none") == step_peak.peak(WIDE, 1, 128, 2, precision)[1]
 
 
-def test_the_scripts_own_bf16_is_neither_of_the_formulas_for_one_width_of_elements():
-    config, (B, S) = LlamaConfig(layers=4), (4, 64)
-    kept = sum(step_peak.kept_for_backward(config, B, S, "bf16 autocast", "none").values())
-    assert kept + 2 * 8 * B * S + 4 == 9_155_588  # as the meter counts it: with tokens, labels and one number alone
-    assert [sum(activations(config, B, S, element).values()) for element in (2, 4)] == [6_263_812, 11_047_940]
-
-
 def test_the_highest_moment_is_another_in_other_shapes():
     found = {step_peak.peak(c, B, S, M, p, m)[0] for c, B, S, M in SHAPES for p in PRECISIONS for m in MODES}
     assert found == {"end of forward", "loss", "last block"}
     assert step_peak.peak(MANY_WORDS, 1, 12)[0] == "head"  # fewer tokens than hidden numbers
-
-
-def test_full_recomputation_peaks_far_above_what_it_keeps():
-    kept = sum(step_peak.kept_for_backward(DEMO, 3, 32, "fp32", "full").values())
-    above = step_peak.peak(DEMO, 3, 32, 2, "fp32", "full")[1] - step_peak.held(DEMO, 3, 32, 2, "fp32")
-    assert above > 2.7 * kept
 
 
 def test_wrong_modes_are_named():
@@ -114,22 +99,13 @@ def test_bf16_weights_hold_half_of_everything():
     assert step_peak.held(DEMO, 3, 32, 2, "bf16 autocast") == 16 * parameters(DEMO) + 16 * T
 
 
-@pytest.mark.prove
-def test_the_demo_passes_and_fails_when_a_prediction_is_off(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["step_peak.py"])
-    assert step_peak.main() == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "PASS"
-    monkeypatch.setattr(step_peak, "measure", lambda *args: 1)
-    assert step_peak.main() == 1
-    captured = capsys.readouterr()
-    assert "PASS" not in captured.out and "peak in bytes: fp32, none (loss)" in captured.err
-
-
 def test_the_demo_compares_in_all_nine_modes(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["step_peak.py"])
     monkeypatch.setattr(step_peak, "measure", lambda *given: step_peak.peak(*given)[1] + 1)
     assert step_peak.main() == 1
-    assert capsys.readouterr().err.count("peak in bytes: ") == 9
+    captured = capsys.readouterr()
+    assert "PASS" not in captured.out and "peak in bytes: fp32, none (loss)" in captured.err
+    assert captured.err.count("peak in bytes: ") == 9
 
 
 def test_the_table_of_the_readme_is_what_the_command_prints(capsys, monkeypatch):

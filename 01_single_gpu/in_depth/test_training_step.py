@@ -73,7 +73,7 @@ def test_a_batch_without_any_valid_token_gives_loss_zero_and_gradients_zero():
 
 
 def test_accumulation_adds_to_the_gradients_that_are_there():
-    """Whoever calls it twice without zeroing gets the sum: zeroing belongs to the step, not to the accumulation."""
+    """Called twice it leaves the sum of both: gradients are zeroed by the step, not by the accumulation."""
     model, batch = Llama(TINY).double(), uneven_batch()
     accumulate(model, batch)
     once = model.lm_head.weight.grad.clone()

@@ -17,9 +17,12 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
 import torch
 import torch.distributed as dist
 from collectives import COLLECTIVES
+from harness.meter import loopback_bytes
 
 SIOCGIFFLAGS = 0x8913
 SIOCSIFFLAGS = 0x8914
@@ -49,11 +52,6 @@ def loopback_up() -> None:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", flags | IFF_UP))
 
 
-def sent_so_far() -> int:
-    line = next(row for row in Path("/proc/net/dev").read_text().splitlines() if row.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[8])
-
-
 def one_rank(rank: int, ranks: int, numel: int, store: str) -> dict[str, int]:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -65,11 +63,11 @@ def one_rank(rank: int, ranks: int, numel: int, store: str) -> dict[str, int]:
         run = dist.all_reduce if name == "torch" else COLLECTIVES[name]
         run(x, group=dist.group.WORLD)  # the first call opens connections
         dist.barrier()
-        before = sent_so_far()
+        before = loopback_bytes()
         dist.barrier()  # no rank begins before all have read
         run(x, group=dist.group.WORLD)
         dist.barrier()
-        found[name] = sent_so_far() - before
+        found[name] = loopback_bytes() - before
         dist.barrier()
     dist.destroy_process_group()
     return found

@@ -24,7 +24,7 @@ from collectives import all_reduce_naive, all_reduce_ring, all_reduce_tree, cost
 from harness.meter import communication
 from harness.ranks import run_ranks
 from harness.reference import assert_same
-from harness.report import Ratio, paired, write_result
+from harness.report import Ratio, option_given, paired, write_result
 
 RANKS = 4
 WIRE = 1_000_000  # elements, where the operating system counts
@@ -100,7 +100,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
-        sys.exit(2)
+    option_given()
     main()

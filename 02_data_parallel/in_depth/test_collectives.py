@@ -422,7 +422,7 @@ def late_arrivals():
     return times
 
 
-def test_nobody_leaves_a_barrier_before_the_last_rank_has_entered():
+def test_no_rank_leaves_a_barrier_before_the_last_one_has_entered():
     for late, times in enumerate(zip(*run_ranks(3, late_arrivals), strict=True)):
         entered, left = max(entered for entered, _ in times), min(left for _, left in times)
         assert left >= entered, f"a rank left {entered - left:.3f} s before rank {late} had entered"
@@ -440,7 +440,7 @@ def scatter_to_a_late_rank():
     return entered, time.monotonic()
 
 
-def test_a_scatter_posts_all_its_sends_so_that_a_late_rank_delays_nobody_else():
+def test_a_scatter_posts_all_its_sends_so_that_a_late_rank_delays_no_other():
     times = run_ranks(4, scatter_to_a_late_rank)
     for rank in (2, 3):
         assert times[rank][1] < times[1][0], f"rank {rank} got its chunk after rank 1 had come at last"

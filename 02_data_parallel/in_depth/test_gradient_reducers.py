@@ -313,7 +313,7 @@ def ring_of_sends() -> tuple[dict, float, int]:
     return gradients(model), sent.sent["send"], sum(p.nbytes for p in model.parameters())
 
 
-def test_the_ring_of_the_sister_script_puts_exactly_those_bytes_on_the_wire():
+def test_with_the_ring_of_collectives_the_ranks_send_two_times_p_minus_one_times_the_gradients():
     results = run_ranks(3, ring_of_sends, timeout=LIMIT)
     model = decoder()
     for part in make_batch(0, 3):
@@ -544,10 +544,11 @@ def test_each_dtype_has_its_own_buckets_in_the_order_backward_completes_them():
         assert buckets == [[4, 3], [1], [2, 0]]  # bucket [2, 0] was begun before [1], but is complete after it
 
 
-def test_the_script_cuts_buckets_of_the_size_that_it_is_given():
+@pytest.mark.parametrize(("asked", "kib"), [(3, 3), (None, 256)])
+def test_the_script_cuts_buckets_of_the_size_that_it_is_given_or_else_of_256_kib(asked, kib):
     with patch("gradient_reducers.BucketedReducer") as made:
-        make_reducer(Namespace(version="bucketed", bucket_kib=3), decoder(), None)
-    assert made.call_args.kwargs == {"bucket_bytes": 3 * 1024}
+        make_reducer(Namespace(version="bucketed", bucket_kib=asked), decoder(), None)
+    assert made.call_args.kwargs == {"bucket_bytes": kib * 1024}
 
 
 def test_the_first_bucket_may_be_smaller_than_the_others():
@@ -833,9 +834,6 @@ def test_the_demo_finds_nothing_wrong_and_the_smallest_bucket_is_an_option(monke
     monkeypatch.setattr(sys, "argv", ["gradient_reducers.py", "--bucket-kib", "1", "--profile", str(tmp_path)])
     args = parse_arguments()
     assert (args.bucket_kib, args.profile, args.version) == (1, tmp_path, "bucketed")
-    with patch("gradient_reducers.BucketedReducer") as made:
-        make_reducer(Namespace(version="bucketed", bucket_kib=None), decoder(), None)
-    assert made.call_args.kwargs == {"bucket_bytes": 256 * 1024}
 
 
 def test_more_ranks_than_gpus_are_refused_and_as_many_are_not(monkeypatch):

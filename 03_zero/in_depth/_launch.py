@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from _zero_demo import Decoder, make_batch, token_loss_sum
 from harness.meter import communication, peak_memory
+from harness.report import option_given
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -20,9 +21,7 @@ RANKS = 4
 
 def launch(benchmark: Callable[[torch.device], None]) -> None:
     """Run `benchmark(device)` on every rank. The benchmarks here have no options."""
-    if sys.argv[1:]:
-        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: it has no options; use nothing", file=sys.stderr)
-        sys.exit(2)
+    option_given()
     harness.spawn.launch(benchmark, RANKS)
 
 

@@ -53,21 +53,17 @@ def checkpoints(device: torch.device) -> list[list]:
         "P_a+cpu": Offloaded(group, LAYERS, piece, x.dtype, device),
     }
 
-    def torchs() -> int:
+    def torchs() -> None:
         y = x
-        with saved_activations(exclude=layers.parameters()) as saved:
-            for layer in layers:
-                y = checkpoint(layer, y, use_reentrant=False)
+        for layer in layers:
+            y = checkpoint(layer, y, use_reentrant=False)
         y.sum().backward()
-        return saved.bytes
 
-    def step(keeper: object) -> int:
+    def forward(keeper: object) -> Tensor:
         y = x
-        with saved_activations(exclude=layers.parameters()) as saved:
-            for layer in layers:
-                y = recompute(layer, y, keeper)
-        y.sum().backward()
-        return saved.bytes
+        for layer in layers:
+            y = recompute(layer, y, keeper)
+        return y.sum()
 
     def gradients() -> dict[str, Tensor]:
         found = {name: p.grad for name, p in layers.named_parameters()}
@@ -79,13 +75,15 @@ def checkpoints(device: torch.device) -> list[list]:
     rows = []
     for name, keeper in keepers.items():
         with communication() as sent:
-            kept = step(keeper)
+            with saved_activations(exclude=layers.parameters()) as saved:
+                loss = forward(keeper)
+            loss.backward()
         must_be_equal(gradients(), want, name, 1e-5)
-        ratio = paired(lambda keeper=keeper: step(keeper), torchs, repeats=9, setup=dist.barrier)
+        ratio = paired(lambda keeper=keeper: forward(keeper).backward(), torchs, repeats=9, setup=dist.barrier)
         layers.zero_grad()
         host = keeper.host.nbytes if isinstance(keeper, Offloaded) else 0
         added = sent.sent["all_gather"] / sent.sent["all_reduce"]
-        rows.append([name, kept, host, f"{added:.2%}", ratio])
+        rows.append([name, saved.bytes, host, f"{added:.2%}", ratio])
     return rows
 
 
@@ -106,11 +104,17 @@ def buffers(device: torch.device) -> list[list]:
             tensor.zero_()  # or many sums of sums would overflow
         steps = (partial(all_reduce_through, buffer, through, group), partial(all_reduce_fused, whole, group))
         ratio = paired(*steps, repeats=9, setup=dist.barrier)
-        rows.append([f"C_B, {kib} KiB", buffer.nbytes + streamed.peak, fused.peak, messages, ratio])
-    for moved in (False, True):
+        rows.append([f"{kib} KiB", buffer.nbytes + streamed.peak, fused.peak, messages, ratio])
+    return rows
+
+
+def heaps() -> list[list]:
+    rows = []
+    for what, moved in {"without M_D": False, "with M_D": True}.items():
         trace, arenas = recorded_step(moved)
-        alive, needed = most_alive(trace) + arenas, heap_needed(trace) + arenas
-        rows.append([f"{'with' if moved else 'without'} M_D", needed, alive, "-", f"{needed / alive:.3f} in bytes"])
+        needed = heap_needed(trace) + arenas
+        alive = most_alive(trace) + arenas
+        rows.append([what, needed, alive, needed / alive])
     return rows
 
 
@@ -126,12 +130,18 @@ def benchmark(device: torch.device) -> None:
         )
         write_result(
             "03_zero_buffers",
-            f"Constant buffers against one fused buffer ({RANKS} ranks), and the heap of a step without and with M_D",
-            ["", "bytes needed", "of a fused buffer, or alive at the peak", "messages", "ratio (seconds; quartiles)"],
+            f"C_B: constant buffers against one fused buffer, {RANKS} ranks",
+            ["buffer", "bytes needed", "with a fused buffer", "messages", "seconds / with a fused buffer (quartiles)"],
             through,
-            f"C_B: {sum(SIZES):,} fp32 numbers are summed over the ranks; seconds through the constant buffer over "
-            "those through a fused one. M_D: the heap a best-fit allocator needs for a recorded step of a decoder with "
-            "checkpoints, over sequences of four lengths, beside the bytes alive at its peak.",
+            f"{sum(SIZES):,} fp32 numbers are summed over the ranks. The sums were compared first.",
+        )
+        write_result(
+            "03_zero_heap",
+            "The heap of a step without and with M_D",
+            ["", "bytes of the heap", "bytes alive at the peak", "heap / alive"],
+            heaps(),
+            "What a best-fit allocator needs for a recorded step of a decoder with checkpoints, over sequences of four "
+            "lengths.",
         )
 
 

@@ -35,7 +35,7 @@ from _launch import (
     must_be_equal,
     one_step,
 )
-from harness.meter import communication, peak_memory
+from harness.meter import communication, loopback_bytes, peak_memory
 from harness.report import paired, processor_paired, write_result
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -46,7 +46,7 @@ from zero_stages import ExchangeAndSum, SendToAll, reduce_scatter
 
 SMALL, LARGE = {"hidden": 128, "layers": 4}, {"hidden": 256, "layers": 4}
 MIB = 2**20
-BUCKET = 4  # MiB, of both
+BUCKET, LATE_BUCKET = 4, 2  # MiB, of both sides; LATE_BUCKET where gathers travel in the next forward
 ON_CPU = not torch.cuda.is_available()
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of sched.h
 # Gloo's reduce-scatter is an all-reduce inside, so on a CPU it is measured next to point-to-point sends.
@@ -73,7 +73,7 @@ def ours(stage: int, own: dict, *run: Any) -> Ours:
 
 def gathers(make: Any, stage: int, *run: Any) -> Ours:
     """Stage 1 or 2 with its gathers in the step, or in the next forward."""
-    return Ours(lambda model: zero(make, stage, model, 2, **LATE), *run)
+    return Ours(lambda model: zero(make, stage, model, LATE_BUCKET, **LATE), *run)
 
 
 def on_the_wire(stage: int, own: dict, *run: Any) -> Ours:
@@ -145,7 +145,7 @@ def compare_gathers(device: torch.device) -> list[list]:
     rows, batch = [], batch_of_rank(device)
     for stage in (1, 2):
         runs = {
-            "torch": torchs(LARGE, device),
+            "torch": Torchs(partial(ddp, bucket_cap_mb=LATE_BUCKET), zero_optimizer, LARGE, device),
             "waits": gathers(make_zero, stage, LARGE, device),
             "late": gathers(make_overlapped, stage, LARGE, device),
         }
@@ -181,12 +181,6 @@ def compare_reductions(device: torch.device) -> list[list]:
     return rows
 
 
-def received() -> int:
-    """Bytes received on the loopback interface, TCP and IP headers included."""
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[0])
-
-
 def network_of_our_own() -> bool:
     if os.geteuid() or ctypes.CDLL(None).unshare(NEW_NETWORK):
         return False
@@ -201,12 +195,12 @@ def count_on_the_wire(device: torch.device) -> list[list]:
         run.step(*batch)  # DDP rebuilds its buckets in the first step, and broadcasts them
         for _ in range(5):
             dist.barrier()  # no rank sends before all ranks are here
-            before = received()
+            before = loopback_bytes()
             dist.barrier()
             with communication() as sent:
                 run.step(*batch)
             dist.barrier()
-            windows.append(received() - before)
+            windows.append(loopback_bytes() - before)
         formula = torch.tensor(float(sent.total), dtype=torch.float64)
         dist.all_reduce(formula)  # the wire carries the bytes of all ranks
         rows.append([what, how, round(formula.item()), min(windows), min(windows) / formula.item()])
@@ -250,9 +244,10 @@ def write(steps: list[list], late: list[list], reductions: list[list] = (), wire
             "bytes sent / with gathers in the step",
         ],
         late,
-        "3.3M parameters, fp32, AdamW, buckets of 2 MiB, 2 x 64 tokens a rank; torch's is DistributedDataParallel "
-        "with ZeroRedundancyOptimizer. The weights after two steps in float64 were compared first. On a CPU ours "
-        "send from rank to rank, and messages take time from the computation that they hide behind.",
+        f"3.3M parameters, fp32, AdamW, buckets of {LATE_BUCKET} MiB, 2 x 64 tokens a rank; torch's is "
+        "DistributedDataParallel with ZeroRedundancyOptimizer. The weights after two steps in float64 were compared "
+        "first. On a CPU ours send from rank to rank, and messages take time from the computation that they hide "
+        "behind.",
     )
     if not ON_CPU:
         return

@@ -163,6 +163,7 @@ def asked_without_values() -> tuple[int, list[tuple[str, object]], int]:
     zero.step()
     zero.zero_grad()
     sum(p.numel() for p in model.parameters()), {p: p.shape for p in model.parameters()}, [p.grad for p in zero.names]
+    assert all(flat.late.arrived is not None for flat in zero.flats), "no gather is late: nothing is shown in this file"
     travelling = sum(isinstance(p, Travelling) for p in model.parameters())
     waits = [event for event in zero.log if event[0] == "wait"]
     zero.arrive()

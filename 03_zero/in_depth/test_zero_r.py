@@ -308,6 +308,16 @@ def with_slow_copies() -> tuple[list[Tensor], list[Tensor], list[tuple[str, int]
     return results[0], results[1], events, free
 
 
+def test_slow_copies_change_nothing_and_every_slot_is_free_afterwards():
+    for slow, fast, events, free in run_ranks(2, with_slow_copies):
+        for a, b in zip(slow, fast, strict=True):
+            assert_same(a, b, 0.0)
+        assert free == LAYERS
+        ways, slots = zip(*events, strict=True)
+        assert ways == ("out",) * LAYERS + ("in",) * LAYERS
+        assert slots[LAYERS:] == slots[:LAYERS][::-1], "last in, first out"
+
+
 def events_of_three_steps() -> list[int]:
     keeper = keeper_of("P_a+cpu", dist.group.WORLD)
     model = ParallelDecoder(full_decoder(), dist.group.WORLD, keeper)
@@ -320,17 +330,6 @@ def events_of_three_steps() -> list[int]:
 
 def test_the_record_of_copies_does_not_grow_from_step_to_step():
     assert run_ranks(2, events_of_three_steps) == [[2 * LAYERS] * 3] * 2
-
-
-def test_slow_copies_change_nothing_and_every_slot_is_free_afterwards():
-    for slow, fast, events, free in run_ranks(2, with_slow_copies):
-        for a, b in zip(slow, fast, strict=True):
-            assert_same(a, b, 0.0)
-        assert free == LAYERS
-        assert [what for what, _ in events] == ["out"] * LAYERS + ["in"] * LAYERS
-        assert [slot for _, slot in events[LAYERS:]] == [slot for _, slot in events[:LAYERS]][
-            ::-1
-        ]  # last in, first out
 
 
 def slot_while_copying_back() -> bool:
@@ -461,11 +460,10 @@ def test_an_offloaded_piece_leaves_the_device_when_its_copy_has_been_made(ranks)
         assert left <= 8 * piece_of(ranks), "more than the piece whose copy was the last to be started"
 
 
-SIZES = (1000, 3, 0, 4097, 256, 1)
-
 # ------------------------------------------------------------------------------------------------------------- C_B
 
 
+SIZES = (1000, 3, 0, 4097, 256, 1)  # elements of each tensor
 BUFFERS = (256, 5357, 10_000)  # elements: smaller than a tensor, as large as all of them, larger
 
 

@@ -763,7 +763,7 @@ def test_step_and_clipping_refuse_while_gradients_are_not_summed(what):
 MANY = 64  # micro-batches
 
 
-def gradient_of_many(stage: int, wide: bool, hooks: bool = True) -> tuple[dict[str, Tensor], dict[str, float]]:
+def gradient_of_many(stage: int, wide: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
     model = decoder(dtype=torch.bfloat16)
     options = dict(reduce_dtype=torch.float32, accumulate_dtype=torch.float32) if wide else {}
     kind = {1: Zero1, 2: Zero2}[stage]

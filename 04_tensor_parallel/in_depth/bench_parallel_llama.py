@@ -2,7 +2,7 @@
 
     python 04_tensor_parallel/in_depth/bench_parallel_llama.py    4 processes on CPU (Gloo), or 4 GPUs (NCCL)
 
-The gradients of the logits are compared before any timing. A step is loss and backward.
+Losses and gradients of the logits are compared before any timing. A step is loss and backward.
 Then Llama 3 70B on 1 to 64 ranks, by formulas that the tests compare with measurements.
 """
 
@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tensor_parallel_bench import RANKS, must_be_same, options, peak_of_both, run, sent_by_both
+from _tensor_parallel_bench import RANKS, must_be_same, options, run, whole
+from harness.meter import communication, peak_memory
 from harness.report import paired, write_result
 from parallel_block import Config, kept_bytes
 from parallel_llama import vocab_parallel_cross_entropy, weights_per_rank
@@ -48,19 +49,16 @@ def gathered(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
     return F.cross_entropy(torch.cat(pieces, -1), labels, reduction="sum")
 
 
+@loss_parallel()  # concerns DTensors only
 def worker(device: torch.device) -> None:
     group, rows = dist.group.WORLD, []
     mesh = init_device_mesh(device.type, (RANKS,))
 
-    def by_torch(logits: Tensor, labels: Tensor, vocab: int) -> None:
-        with loss_parallel():
-            F.cross_entropy(DTensor.from_local(logits, mesh, [Shard(1)]), labels, reduction="sum").backward()
+    def by_torch(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
+        return F.cross_entropy(DTensor.from_local(logits, mesh, [Shard(1)]), labels, reduction="sum")
 
-    def by_gathering(logits: Tensor, labels: Tensor, vocab: int) -> None:
-        gathered(logits, labels, vocab).backward()
-
-    def by_us(logits: Tensor, labels: Tensor, vocab: int) -> None:
-        vocab_parallel_cross_entropy(logits, labels, vocab, group).backward()
+    def by_us(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, labels, vocab, group)
 
     for vocab in (1024, 16384):
         generator = torch.Generator().manual_seed(0)
@@ -68,22 +66,24 @@ def worker(device: torch.device) -> None:
         labels = torch.randint(vocab, (TOKENS,), generator=generator).to(device)
         logits = full.chunk(RANKS, 1)[dist.get_rank()].clone().requires_grad_()
 
-        def step(fn, logits=logits, labels=labels, vocab=vocab) -> None:
+        def step(fn, logits=logits, labels=labels, vocab=vocab) -> Tensor:
             logits.grad = None
-            fn(logits, labels, vocab)
+            loss = fn(logits, labels, vocab)
+            loss.backward()
+            return loss.detach()
 
-        seen = {}
-        for fn in (by_torch, by_us, by_gathering):
-            step(fn)
-            gradient = logits.grad.clone()
-            with sent_by_both() as wire, peak_of_both() as memory:
+        results, sent, peaks = {}, {}, {}
+        for fn in (by_torch, by_us, gathered):
+            results[fn] = whole(step(fn)), logits.grad.clone()
+            with communication() as wire, peak_memory() as memory:
                 step(fn)
-            seen[fn] = gradient, wire.total, memory.peak
-        for fn in (by_us, by_gathering):
-            must_be_same(seen[fn][0], seen[by_torch][0], f"{fn.__name__}: the gradient of the logits")
-        for fn, name in ((by_us, "vocab_parallel_cross_entropy"), (by_gathering, "gathered logits")):
+            sent[fn] = wire.total
+            peaks[fn] = memory.peak
+        for fn, name in ((by_us, "vocab_parallel_cross_entropy"), (gathered, "gathered logits")):
+            for got, want in zip(results[fn], results[by_torch], strict=True):
+                must_be_same(got, want, f"{name}: the loss, or the gradient of the logits,")
             ratio = paired(lambda f=fn: step(f), lambda: step(by_torch), repeats=11, setup=dist.barrier)
-            rows.append([vocab, name, seen[fn][1], seen[by_torch][1], seen[fn][2], seen[by_torch][2], ratio])
+            rows.append([vocab, name, sent[fn], sent[by_torch], peaks[fn], peaks[by_torch], ratio])
     if dist.get_rank() == 0:
         columns = ["V", "loss", "bytes sent", "torch's", "peak bytes", "torch's", "seconds / torch's (quartiles)"]
         title = f"The loss of a cut vocabulary against torch's loss_parallel, {RANKS} ranks, {TOKENS} tokens"

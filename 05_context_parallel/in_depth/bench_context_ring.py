@@ -7,13 +7,12 @@ Before any timing, every version must match the output and the gradients of dens
 the same local attention, PyTorch's fused kernel for the CPU, so that only the work around it differs.
 
 The wall time of four ranks on two cores means little: a waiting rank leaves its core to the others, so
-imbalance does not show, and the order in which ranks run shows too much. So two things are measured: the
-work, in CPU seconds of all ranks, and the time of two ranks with a core each, where all wait, as on GPUs.
+imbalance does not show, and the order in which ranks run shows too much. So two things are measured: the work, in CPU
+seconds of all ranks (one that waits uses none), and the time of two ranks with a core each, where all wait, as on GPUs.
 """
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from flash_local import FLASH
 from harness.meter import communication
 from harness.ranks import run_ranks
 from harness.reference import assert_same
-from harness.report import Ratio, paired, ratio_of, write_result
+from harness.report import Ratio, option_given, paired, processor_paired, write_result
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,30 +95,10 @@ def verify() -> dict[str, float]:
     return sent_by
 
 
-def cpu_seconds(step: Callable[[], object]) -> float:
-    """CPU seconds of all ranks for a step. A rank that waits for a message sleeps, and uses none."""
-    dist.barrier()
-    start = time.process_time()
-    step()
-    spent = torch.tensor(time.process_time() - start, dtype=torch.float64)
-    dist.all_reduce(spent)
-    return spent.item()
-
-
-def work_of_all(step: Callable[[], object], base: Callable[[], object], repeats: int = 9) -> Ratio:
-    """The ratio of the work of two steps, measured alternately, on every rank."""
-    ratios = []
-    for repeat in range(-2, repeats):
-        order = (step, base) if repeat % 2 else (base, step)
-        spent = {run: cpu_seconds(run) for run in order}
-        ratios += [spent[step] / spent[base]] if repeat >= 0 else []
-    return ratio_of(ratios)
-
-
 def measure_work() -> dict[str, Ratio]:
     made = steps()
     base = made.pop(BASE)
-    return {name: work_of_all(step, base) for name, step in made.items()}
+    return {name: processor_paired(step, base) for name, step in made.items()}
 
 
 def with_a_core_each() -> dict[str, Ratio]:
@@ -168,6 +147,7 @@ def operators() -> dict[str, tuple[int, int, int]]:
 
 
 def main() -> None:
+    only_counts = option_given("--counts")
     sent = run_ranks(RANKS, verify, timeout=300)
     run_ranks(2, verify, timeout=300)
     ranks = run_ranks(RANKS, operators, timeout=300)
@@ -178,7 +158,7 @@ def main() -> None:
         [[name, *(max(rank[name][i] for rank in ranks) for i in range(3))] for name in (BASE, TORCH)],
         f"{S} tokens, {HEADS} heads of {D}, float32. Counted, the rank with most.",
     )
-    if "--counts" in sys.argv[1:]:
+    if only_counts:
         return
     work = run_ranks(RANKS, measure_work, timeout=600)[0]
     alone = run_ranks(2, with_a_core_each, timeout=600)
@@ -210,7 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--counts"]):
-        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, or --counts", file=sys.stderr)
-        sys.exit(2)
     main()

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.distributed as dist
-from bench_context_ring import RANKS, S, inputs, step_of, work_of_all
+from bench_context_ring import RANKS, S, inputs, step_of
 from context_ring import LocalAttention, allgather_attention, dense_attention, layout_positions, ring_attention
 from context_ulysses import (
     Machine,
@@ -34,7 +34,7 @@ from harness.figures import COLOURS, GREY, write_figure
 from harness.meter import communication, peak_memory, saved_activations
 from harness.ranks import run_ranks
 from harness.reference import assert_same
-from harness.report import Ratio, write_result
+from harness.report import Ratio, option_given, processor_paired, write_result
 from torch import Tensor
 
 BASE = "ring, zigzag"
@@ -80,7 +80,7 @@ def measure() -> dict[str, Ratio]:
     """Ratio of the work of all ranks in each version to the zigzag ring's."""
     made = {name: step for name, (_, step) in steps().items()}
     base = made.pop(BASE)
-    return {name: work_of_all(step, base) for name, step in made.items()}
+    return {name: processor_paired(step, base) for name, step in made.items()}
 
 
 # ---------------------------------------------------------------------------------------- memory against the degree
@@ -180,9 +180,9 @@ def heads_rows(N: int = 32, N_kv: int = 8, P: int = 8) -> list[list]:
             copies = sum(len(kv_heads_of(rank, P, heads, kv)) for rank in range(P))
             sent = sent_per_layer("ulysses", 1024 * P, heads, P, heads, kv) / (1024 * heads)
             ring = sent_per_layer("ring", 1024 * P, heads, P, heads, kv) / (1024 * heads)
-            rows.append([tp, heads, kv, heads, copies / kv, sent, ring])
+            rows.append([tp, heads, kv, copies / kv, sent, ring])
         except ValueError:
-            rows.append([tp, heads, kv, heads, "refused", "refused", 2 * kv * (P - 1) / heads])
+            rows.append([tp, heads, kv, "refused", "refused", 2 * kv * (P - 1) / heads])
     return rows
 
 
@@ -216,6 +216,7 @@ def bytes_rows() -> list[list]:
 
 
 def write_timed(sent: list[dict[str, tuple[float, int]]]) -> None:
+    assert sent[0][BASE][1] == 9
     ratios = run_ranks(RANKS, measure, timeout=600)[0]
     most = {name: max(s[name][0] for s in sent) for name in sent[0]}
     write_result(
@@ -226,16 +227,16 @@ def write_timed(sent: list[dict[str, tuple[float, int]]]) -> None:
         f"{S} tokens, float32, as many K/V heads as query heads; PyTorch's kernel in all. Work is CPU seconds of all "
         "ranks. The ring sends 9 messages: 3 rounds of K/V in the forward pass, then 3 and 3 of dK/dV.",
     )
-    assert sent[0][BASE][1] == 9
 
 
 def main() -> None:
-    if "--figures" in sys.argv[1:]:
+    option = option_given("--figures", "--counts")
+    if option == "--figures":
         figures()
         return
     sent = run_ranks(RANKS, verify, timeout=300)
     rows = bytes_rows()
-    if "--counts" not in sys.argv[1:]:
+    if option != "--counts":
         write_timed(sent)
     write_result(
         "05_memory",
@@ -252,7 +253,6 @@ def main() -> None:
             "TP",
             "query heads left",
             "K/V heads left",
-            "most ranks of Ulysses",
             "copies of a K/V head on 8 ranks",
             "Ulysses sends",
             "a ring sends",
@@ -287,9 +287,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--figures"], ["--counts"]):
-        print(
-            f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, --figures or --counts", file=sys.stderr
-        )
-        sys.exit(2)
     main()

@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accounting import step_flops
-from bench_context_ring import cpu_seconds
 from context_ring import IGNORE, layout_positions, next_token_labels, text
 from context_ulysses import PAPER, ulysses
-from harness.meter import peak_memory
+from harness.meter import peak_memory, storage_bytes
 from harness.ranks import run_ranks
 from harness.reference import assert_same
-from harness.report import write_result
+from harness.report import option_given, processor_seconds, write_result
 from llama import Llama, LlamaConfig, Parts
 from zero3 import Zero3
 
@@ -99,8 +98,7 @@ def held_and_peak(sp: int, S: int) -> tuple[int, int]:
         with peak_memory() as memory:
             run.step(tokens)
         peaks.append(memory.peak)
-    held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for of in run.zero.held().values() for x in of}
-    return sum(held.values()), min(peaks)
+    return storage_bytes(x for of in run.zero.held().values() for x in of), min(peaks)
 
 
 def work(sp: int, S: int) -> float:
@@ -108,10 +106,11 @@ def work(sp: int, S: int) -> float:
     run, tokens = Run(sp), text(REPLICAS, S)
     for _ in range(2):
         run.step(tokens)
-    return statistics.median(cpu_seconds(lambda: run.step(tokens)) for _ in range(7))
+    return statistics.median(processor_seconds(lambda: run.step(tokens)) for _ in range(7))
 
 
 def main() -> None:
+    only_counts = option_given("--counts")
     for sp in DEGREES:
         run_ranks(REPLICAS * sp, verify, sp, timeout=300)
     rows, speed = [], []
@@ -121,7 +120,7 @@ def main() -> None:
             S, ranks = LENGTH * (max(DEGREES) if scaling == "strong" else sp), REPLICAS * sp
             held, peak = (max(x) for x in zip(*run_ranks(ranks, held_and_peak, sp, S, timeout=300), strict=True))
             rows.append([scaling, tokens, gpus, tflops, S, ranks, held, peak])
-            if "--counts" not in sys.argv[1:]:
+            if not only_counts:
                 rates.append(step_flops(CONFIG, REPLICAS, S).model / run_ranks(ranks, work, sp, S, timeout=500)[0])
                 speed.append([scaling, tokens, gpus, tflops / paper[0][2], S, ranks, rates[-1] / rates[0]])
     sizes = f"2 replicas, {CONFIG.layers} layers of {CONFIG.hidden}, {CONFIG.heads} heads, float32"
@@ -152,7 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--counts"]):
-        print(f"{Path(sys.argv[0]).name}: {' '.join(sys.argv[1:])}: use nothing, or --counts", file=sys.stderr)
-        sys.exit(2)
     main()

@@ -136,7 +136,7 @@ def chapter_one_and_two() -> Trace:
 
 @pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_chapter_1s_model_and_chapter_2s_reducer_take_it_as_it_is_also_with_one_data_rank(ranks):
+def test_it_trains_chapter_1s_model_with_chapter_2s_reducer_on_one_data_rank_and_on_two(ranks):
     sys.path[:0] = [str(CHAPTERS / "01_single_gpu" / "in_depth")]
     from llama import TINY, Llama
 
@@ -154,21 +154,6 @@ def test_chapter_1s_model_and_chapter_2s_reducer_take_it_as_it_is_also_with_one_
 
 
 # ---------------------------------------------------------------------------------------------------- low precision
-
-
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
-    return out.transpose(1, 2), lse
-
-
-def flash_backward(dout, q, k, v, out, lse, *, causal: bool) -> tuple[Tensor, ...]:
-    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return tuple(x.transpose(1, 2) for x in kernel(dout, q, k, v, out, lse.contiguous(), 0.0, causal))
-
-
-FLASH = LocalAttention(flash_forward, flash_backward)  # PyTorch's kernel, 8 K/V heads for 8 query heads
 
 
 def results_of_all(heads: tuple[int, int], dtype: torch.dtype, scale: float = 1.0) -> list:
@@ -313,7 +298,7 @@ def test_rows_that_saw_no_key_merge_without_a_nan():
     assert torch.equal(none[0], nothing[0]) and torch.equal(none[1], nothing[1])
 
 
-@pytest.mark.parametrize(("layout", "P"), list(product(LAYOUTS, [1, 2, 3, 4, 5])))
+@pytest.mark.parametrize(("layout", "P"), list(product(LAYOUTS, [1, 2, 5])))
 def test_every_token_has_one_rank_and_unshard_inverts_shard(layout, P):
     x = torch.randn(2, 20 * P, 3)
     positions = [layout_positions(layout, 20 * P, rank, P) for rank in range(P)]
@@ -406,14 +391,6 @@ def test_bytes_sent_equal_the_formula_with_kv_heads_unexpanded_and_gradients_in_
             else:
                 assert forward[1] == {"all_gather": 1}
                 assert backward[0] == {"all_gather": (P - 1) * kv // P, "reduce_scatter": (P - 1) * dkv // P}
-
-
-def one_rank_sends_nothing() -> list[float]:
-    return [sum(part[2] for part in case) for case in sent_bytes((2, 1), torch.float32)]
-
-
-def test_a_group_of_one_rank_sends_nothing():
-    assert set(run_ranks(1, one_rank_sends_nothing)[0]) == {0}
 
 
 def no_work(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -678,16 +655,13 @@ def test_the_demo_without_a_mask_finds_nothing_wrong_but_a_nan():
     ("argv", "words"),
     [
         (["--seq", "100"], ["--seq 100", "2P = 8", "zigzag", "96 or 104"]),
-        (["--seq", "0", "--layout", "striped"], ["--seq 0", "3 or more"]),
         (["--seq", "2"], ["--seq 2", "3 or more"]),
-        (["--version", "allgather", "--layout", "striped", "--seq", "1"], ["--seq 1", "3 or more"]),
         (["--seq", "3", "--layout", "striped"], ["--seq 3", "use 4"]),
         (["--kv-heads", "3"], ["--kv-heads 3", "--heads 4", "divisor"]),
         (["--kv-heads", "0"], ["--kv-heads 0", "divisor"]),
         (["--seq", "16385"], ["--seq 16385", "16384 or less"]),
         (["--heads", "1025", "--kv-heads", "1"], ["--heads 1025", "1 to 1024"]),
         (["--heads", "0", "--kv-heads", "1"], ["--heads 0", "1 to 1024"]),
-        (["--seq", "9" * 19 + "2"], ["--seq 99999999999999999992", "16384 or less"]),
         (["--dtype", "float8_e4m3fn"], ["--dtype", "float8_e4m3fn", "float32"]),
         (["--attention", "cross"], ["--attention", "cross", "causal", "full"]),
     ],

@@ -211,12 +211,6 @@ def test_the_groups_of_usp_wait_a_minute_like_the_world_and_not_half_an_hour():
     assert run_ranks(4, seconds_of_groups) == [[60.0, 60.0]] * 4
 
 
-def test_every_token_has_one_rank_in_usp():
-    for layout in LAYOUTS:
-        positions = [usp_positions(layout, 48, r, 3, u, 2) for r in range(3) for u in range(2)]
-        assert sorted(torch.cat(positions).tolist()) == list(range(48))
-
-
 # ------------------------------------------------------------------- beside ZeRO-3, and beside tensor parallelism
 
 
@@ -351,7 +345,7 @@ def sent_by_ulysses(heads: tuple[int, int], length: int = S, together: bool = Fa
     return dict(forward.sent), dict(backward.sent), dict(forward.calls)
 
 
-def test_together_it_is_two_all_to_alls_of_as_many_bytes():
+def test_q_k_and_v_in_one_message_are_two_all_to_alls_of_as_many_bytes():
     for got, plain in zip(
         run_ranks(4, sent_by_ulysses, (8, 2), S, True), run_ranks(4, sent_by_ulysses, (8, 2)), strict=True
     ):
@@ -365,7 +359,7 @@ def test_together_it_is_two_all_to_alls_of_as_many_bytes():
         assert backward == {"all_to_all": ((n + 2 * m) * 3 + 6 - n) * head}, f"rank {rank}"
 
 
-@pytest.mark.parametrize(("P", "heads"), [(2, (8, 8)), (4, (8, 8)), (4, (8, 2)), (4, (8, 1)), (4, (4, 4)), (2, (6, 3))])
+@pytest.mark.parametrize(("P", "heads"), [(4, (8, 8)), (4, (8, 2)), (4, (8, 1)), (2, (6, 3))])
 def test_four_all_to_alls_send_exactly_the_formula_and_backward_the_same(P, heads):
     N, N_kv = heads
     hidden = 4 * N
@@ -445,7 +439,7 @@ def sent_by_usp() -> tuple[dict, dict]:
     return dict(forward.sent), dict(backward.sent)
 
 
-def test_usp_sends_a_quarter_of_the_heads_round_half_the_ring():
+def test_usp_sends_half_of_the_heads_round_a_ring_of_half_the_ranks():
     U = R = 2
     P = U * R
     message = S // P * 32 * 4  # bytes of q, k, v or out on one rank
@@ -541,7 +535,7 @@ def test_what_ulysses_cannot_do_is_said_in_one_line():
 # ----------------------------------------------------------------------------------------------------------- the script
 
 
-def test_who_plans_for_equal_ranks_can_ask_for_heads_that_divide():
+def test_check_heads_takes_only_numbers_of_ranks_that_divide_the_heads():
     check_heads(6, 3)
     with pytest.raises(ValueError, match="3 query heads do not divide among 2 ranks .* use 1, 3 ranks, or USP"):
         check_heads(3, 2)
@@ -579,13 +573,10 @@ def test_the_cost_model_is_printed_with_its_assumptions_and_its_deviations(capsy
         (["--version", "usp", "--attention", "window"], ["--attention window", "ring", "--version ulysses"]),
         (["--ulysses-size", "3"], ["--ulysses-size 3", "4 ranks"]),
         (["--ulysses-size", "0"], ["--ulysses-size 0", "4 ranks"]),
-        (["--seq", "2"], ["--seq 2", "3 or more"]),
         (["--version", "ulysses", "--layout", "striped"], ["--layout striped", "--version usp"]),
         (["--version", "ulysses", "--ulysses-size", "2"], ["--ulysses-size 2", "--version usp"]),
         (["--cost-model", "--seq", "96"], ["--seq", "--cost-model", "leave it out"]),
         (["--kv-heads", "3"], ["--kv-heads 3", "--heads 4"]),
-        (["--version", "usp", "--attention", "sparse"], ["--attention sparse", "ring", "--version ulysses"]),
-        (["--version", "together", "--layout", "striped"], ["--layout striped", "--version usp"]),
         (["--version", "usp", "--ulysses-size", "1", "--seq", "100"], ["2P = 8", "zigzag", "96 or 104"]),  # by default
         (["--version", "usp", "--ulysses-size", "4", "--seq", "98"], ["--seq 98", "96 or 100"]),  # 4 heads are enough
     ],

@@ -199,9 +199,7 @@ def test_tiles_of_no_tokens_are_refused():
     [
         (["--tile", "0"], ["--tile 0", "1 or more"]),
         (["--tokens", "1"], ["--tokens 1", "2 to 16384"]),
-        (["--tokens", "-4"], ["--tokens -4"]),
         (["--tokens", "16385"], ["--tokens 16385", "2 to 16384"]),
-        (["--tokens", "9" * 20], ["--tokens 99999999999999999999", "16384"]),
         (["--dtype", "float16"], ["--dtype", "float16"]),
     ],
 )

@@ -15,7 +15,7 @@ from harness.attention import random_qkv
 from harness.meter import communication
 from harness.programs import error_from, refusal
 from harness.ranks import run_ranks
-from harness.reference import Trace, assert_same, assert_same_trace, sgd_trace
+from harness.reference import Trace, assert_same_trace, sgd_trace
 from packed_documents import (
     PACKED_LAYOUTS,
     TRANSPORTS,
@@ -122,7 +122,7 @@ def mesh_trace() -> Trace:
     return trace_of(attention, packed_positions("each", cu, rank // 2, 2).chunk(2)[rank % 2], cu, dist.group.WORLD)
 
 
-def test_on_a_mesh_of_ulysses_and_ring_too():
+def test_packed_documents_train_the_same_on_a_mesh_of_ulysses_and_ring():
     for rank, got in enumerate(run_ranks(4, mesh_trace)):
         assert_same_trace(got, reference_trace(CU["each"]), rank=rank)
 
@@ -206,24 +206,6 @@ def test_it_computes_the_pairs_of_the_formula_and_sends_what_one_document_would(
     for rank, found in enumerate(run_ranks(2, pairs_and_bytes)):
         for (_, layout), numbers in zip(CASES, found, strict=True):
             assert numbers == (packed_pairs(layout, CU[layout], rank, 2), (kv + kv + 2 * kv) // 2), layout
-
-
-def results_in_pieces() -> tuple[Tensor, Tensor]:
-    """What the first document gives, alone on the ranks, and beside others with wild values."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    x = [y[:, :16] for y in random_qkv(HEADS, S, 4)]
-    alone = ring_attention(group, "zigzag")(
-        *(y[:, packed_positions("zigzag", (0, 16), rank, 2)] for y in x[:3]), causal=True
-    )
-    wild = [torch.cat((y, torch.full_like(y, 1e3)), 1) for y in x[:3]]
-    where = packed_positions("each", (0, 16, 32), rank, 2)
-    together = packed_attention(group, (0, 16, 32), "each")(*(y[:, where] for y in wild), causal=True)
-    return alone, together[:, :8]
-
-
-def test_what_stands_in_another_document_changes_nothing():
-    for alone, together in run_ranks(2, results_in_pieces):
-        assert_same(together, alone, 1e-12, "the first document")
 
 
 def under_autocast() -> list[tuple[Tensor, Tensor]]:

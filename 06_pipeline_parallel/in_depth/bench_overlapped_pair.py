@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import overlapped_pair
 import torch
 import torch.distributed as dist
-from harness.report import ratio_of, write_result
+from harness.report import option_given, ratio_of, write_result
 from harness.spawn import launch
 from overlapped_pair import Turns, pair_time
 from pipeline_executor import Pipeline
@@ -131,8 +131,7 @@ def worker(device: torch.device) -> None:
 
 
 def main() -> None:
-    if "--figures" in sys.argv[1:]:
-        return  # it has none
+    option_given()
     launch(worker, RANKS, gpus=False)
 
 

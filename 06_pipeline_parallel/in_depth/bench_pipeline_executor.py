@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 import torch.distributed as dist
 from _pipeline_model import Sizes, Stage, make_batch, token_loss_sum
-from harness.report import Ratio, paired, write_result
+from harness.report import Ratio, option_given, paired, write_result
 from harness.spawn import launch
 from pipeline_executor import Pipeline, layers_of
 from schedules import build
@@ -112,8 +112,7 @@ def worker(device: torch.device) -> None:
 
 
 def main() -> None:
-    if "--figures" in sys.argv[1:]:
-        return  # it has none
+    option_given()
     launch(worker, RANKS)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from harness.report import Ratio, paired, write_result
+from harness.report import Ratio, option_given, paired, write_result
 from schedule_simulator import BW, B, F, Schedule, ScheduleError, Times, W, check, peak_activations, simulate
 from schedules import build
 
@@ -121,8 +121,7 @@ def measure() -> list[list]:
 
 
 def main() -> None:
-    if "--figures" in sys.argv[1:]:
-        return  # it has none
+    option_given()
     verify_times()
     verify_refusals()
     rows = measure()

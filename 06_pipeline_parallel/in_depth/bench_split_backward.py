@@ -204,7 +204,6 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="measure on one GPU")
     parser.add_argument("--dry", action="store_true", help="with --gpu: on the CPU, tiny, to see that it runs")
     parser.add_argument("--out", type=Path, help="folder for the result; default results/")
-    parser.add_argument("--figures", action="store_true", help="draw the figures again; here there are none")
     args = parser.parse_args()
     name = Path(__file__).name
     if args.dry and not (args.gpu and args.out):
@@ -213,8 +212,7 @@ def main() -> None:
     if args.gpu and not args.dry and not torch.cuda.is_available():
         print(f"{name}: --gpu needs a GPU and there is none; use --gpu --dry --out DIR to try it", file=sys.stderr)
         sys.exit(2)
-    if not args.figures:
-        measure(args.gpu, args.dry, args.out)
+    measure(args.gpu, args.dry, args.out)
 
 
 if __name__ == "__main__":

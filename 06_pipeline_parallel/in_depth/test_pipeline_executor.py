@@ -694,28 +694,6 @@ def test_a_rank_keeps_few_sends_and_starts_one_receive_early_from_each_peer(batc
         assert (early <= 1 if batched else early == 1) and jumps == 0
 
 
-def sent_bytes():
-    """Bytes of the steps' sends, without those of `meet`."""
-    found = []
-    for name in SCHEDULES:
-        schedule = build(name, 4, 8, v_of(name))
-        stages = {key: nn.Linear(4, 4, bias=False) for key in schedule.stages_of(dist.get_rank())}
-        x = torch.ones(8, 3, 4)
-        pipeline = Pipeline(schedule, stages, dist.group.WORLD, loss=lambda y, _: y.sum(), example=x[0])
-        with communication() as sent:
-            pipeline.step(x, [None] * 8)
-        found.append(sent.sent["send"])
-    return found
-
-
-@pytest.mark.prove
-def test_bytes_sent_are_two_per_border_and_micro_batch_and_none_within_a_rank():
-    totals = [sum(column) for column in zip(*run_ranks(4, sent_bytes), strict=True)]
-    for name, total in zip(SCHEDULES, totals, strict=True):
-        borders = {1: 4 - 1, 2: 2 * 4 - 1}[v_of(name)] - (name in FOLDED)
-        assert total == 2 * 8 * borders * (3 * 4 * 4), name
-
-
 def overlap(name):
     """After how many actions each stage was done, and how many there are."""
     schedule, rank, done = build(name, 2, 4, v_of(name)), dist.get_rank(), []
@@ -875,7 +853,7 @@ def refusals():
         one_step(build("interleaved", 1, 2, 2), stages, torch.ones(2, 3, 4))
 
 
-def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_sent():
+def test_a_schedule_batch_or_output_that_does_not_fit_is_refused_by_name():
     run_ranks(1, refusals)
 
 

@@ -72,10 +72,6 @@ def test_the_text_names_every_action_in_order_and_at_its_time(entry):
     assert notes == ["dualpipe" in entry[0], entry[0] == "dualpipe", entry[2] > 1]
 
 
-def test_the_same_timeline_is_the_same_file():
-    assert svg(timeline_of("zb-v", 8, 2, {})) == svg(timeline_of("zb-v", 8, 2, {}))
-
-
 def test_the_figures_of_the_readme_are_those_of_the_schedules(tmp_path):
     draw_all(tmp_path)
     drawn = {file.stem for file in tmp_path.iterdir()}

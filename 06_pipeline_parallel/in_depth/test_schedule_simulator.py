@@ -97,7 +97,7 @@ def test_an_action_starts_when_its_rank_is_free_and_what_it_needs_has_arrived():
     assert (timeline.makespan, timeline.cost, timeline.work) == (27, 27, (18, 18))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))  # LOOP, GOOD, GOOD
 def test_simulated_times_are_the_longest_paths_through_the_dependencies(seed):
     rng = random.Random(seed)
     schedule = rng.choice([GOOD, LOOP])
@@ -214,9 +214,9 @@ def test_both_ends_have_every_message_once_and_in_the_same_order():
             assert tuple(actions) == schedule.actions[rank]
             for step in program:
                 if isinstance(step, Message):
-                    assert rank in (step.source, step.destination)
-                    links.setdefault((min(step.source, step.destination), max(step.source, step.destination), rank), [])
-                    links[min(step.source, step.destination), max(step.source, step.destination), rank].append(step)
+                    low, high = sorted((step.source, step.destination))
+                    assert rank in (low, high)
+                    links.setdefault((low, high, rank), []).append(step)
         for (low, high, rank), sequence in links.items():
             assert len(set(sequence)) == len(sequence)
             assert sequence == links[low, high, low + high - rank]

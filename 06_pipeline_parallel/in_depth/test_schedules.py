@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import schedules
 from harness.programs import refusal, run_script
-from schedules import BW, SCHEDULES, Action, B, F, ScheduleError, Times, W, build, check, needs, published, simulate
+from schedules import BW, SCHEDULES, Action, B, F, ScheduleError, Times, W, build, check, published, simulate
 
 HERE = Path(__file__).parent
 RANKS, MICRO_BATCHES, STAGES = range(1, 9), range(1, 17), range(1, 5)
@@ -276,7 +276,7 @@ def torch_lists(name, p, m, v, rank):
     """The list that torch.distributed.pipelining makes, as our actions; its own code, none of ours."""
     from torch.distributed.pipelining import schedules as referee
 
-    if name in ("interleaved", "llama3"):
+    if name == "interleaved":
         warm_up = min(m * v, (v - 1) * p + 2 * (p - 1 - rank))
         forward = lambda step: (step // p % v) * p + rank  # noqa: E731
         backward = lambda step: (v - 1 - (step - warm_up) // p % v) * p + rank  # noqa: E731
@@ -312,35 +312,6 @@ def test_the_order_is_the_one_that_pytorch_runs(name):
                 assert schedule.actions[rank] == torch_lists(name, p, m, 2, rank), f"rank {rank} of {p}"
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe"])
-def test_two_swapped_actions_are_rejected_or_still_run_and_never_hang(name):
-    rng = random.Random(name)
-    v = 2 if name in LOOPED + FOLDED else 1
-    schedule = build(name, 4, 8, v)
-    outcomes = Counter()
-    for _ in range(40):
-        rank = rng.randrange(4)
-        row = list(schedule.actions[rank])
-        i, j = rng.sample(range(len(row)), 2)
-        row[i], row[j] = row[j], row[i]
-        other = replace(schedule, actions=(*schedule.actions[:rank], tuple(row), *schedule.actions[rank + 1 :]))
-        try:
-            check(other)
-        except ScheduleError as error:
-            outcomes["rejected"] += 1
-            assert re.search(r"(F|B|W|BW)\d+@\d", str(error)), error
-        else:
-            outcomes["valid"] += 1
-            timeline = simulate(other)
-            for row, ends in zip(other.actions, timeline.end, strict=True):
-                for action, end in zip(row, ends, strict=True):
-                    for key in needs(other, action):
-                        holder = other.rank_of(key[1], key[2])
-                        where = next(n for n, a in enumerate(other.actions[holder]) if key in a.yields())
-                        assert timeline.end[holder][where] < end
-    assert outcomes["rejected"] > 5
-
-
 BAD = {
     ("1f1b-ish", 4, 8, 1): "'1f1b-ish' is no schedule; use one of naive, afab",
     ("1f1b", 0, 8, 1): "0 ranks; use 1 or more",
@@ -364,10 +335,6 @@ def test_what_does_not_fit_is_one_line_that_names_the_rule(given):
     with pytest.raises(ScheduleError, match=re.escape(BAD[given])) as caught:
         build(*given)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ScheduleError, match="9 micro-batches in flight; use 1 to 8"):
-        build("llama3", 4, 8, 2, in_flight=9)
-    with pytest.raises(ScheduleError, match="0 micro-batches in flight; use 1 to 8"):
-        build("llama3", 4, 8, 2, in_flight=0)
 
 
 def run(*given):
@@ -423,6 +390,7 @@ def test_a_wrong_option_is_one_line_with_option_value_and_remedy():
         (["--ranks", "3", "--schedule", "dualpipe"], "--schedule dualpipe: 3 ranks; use an even number"),
         (["--in-flight", "4"], "--in-flight 4 needs --schedule llama3"),
         (["--schedule", "llama3", "--in-flight", "0"], "0 micro-batches in flight; use 1 to 8"),
+        (["--schedule", "llama3", "--in-flight", "9"], "9 micro-batches in flight; use 1 to 8"),
         (["--schedule", "1f1b", "--limit", "4"], "--limit 4 needs --schedule auto"),
         (["--schedule", "auto", "--limit", "0"], "--limit 0"),
         (["--stages-per-rank", "0"], "--stages-per-rank 0: use 1 to 256"),

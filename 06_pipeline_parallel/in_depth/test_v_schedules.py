@@ -60,11 +60,6 @@ def test_v_min_holds_a_third_and_v_half_a_half_of_what_1f1b_holds():
         assert shares == sorted(shares, reverse=True)
 
 
-def test_fewer_micro_batches_than_the_block_is_long_run_too():
-    for (make, p), m in product(product((v_min, v_half), (1, 2, 3, 5)), (1, 2, 3)):
-        check(make(p, m))
-
-
 def test_unequal_times_cost_v_min_more_with_each_micro_batch_and_v_half_nothing():
     times = Times(3, 4, 2)
     bubbles = {name: [simulate(build(name, 4, m, 2), times).bubble for m in (8, 16, 32)] for name in WAYS}
@@ -154,7 +149,7 @@ def test_the_search_proves_how_far_the_v_schedules_are_from_the_best():
 
 
 def test_in_a_v_the_search_finds_what_trying_every_order_finds():
-    """One micro-batch on two ranks: 30 orders on each of them, with both its chunks."""
+    """One micro-batch on two ranks: 20 orders on each of them, with both its chunks."""
 
     def orders(r):
         kinds = [Action(kind, stage, 0) for stage in (r, 3 - r) for kind in (F, B, W)]
@@ -202,26 +197,15 @@ SWEEP = [
 ]
 
 
-def cheaper_than_by_hand(cases):
-    """In how many auto is cheaper than all that were drawn by hand; in none it is dearer."""
+@pytest.mark.prove
+def test_with_two_stages_a_rank_auto_is_never_dearer_than_what_was_drawn_by_hand_and_often_cheaper():
+    assert len(SWEEP) == 288
     cheaper = 0
-    for (f, b, w), p, rounds, communication, memory in cases:
+    for (f, b, w), p, rounds, communication, memory in SWEEP:
         m, times = p * rounds + (rounds == 2), Times(f, b, w, communication=communication)
         limit = {"2p/3": 2 * ((p + 1) // 3) + 2, "p": p + 2, "2p": 2 * p, "3p": 3 * p}[memory]
         cheaper += auto_is_cheaper(p, m, 2, times, limit, (*FOLDED, *LOOPED))
-    return cheaper
-
-
-@pytest.mark.prove
-def test_with_two_stages_a_rank_auto_is_never_dearer_than_any_named_schedule_that_fits():
-    sample = [case for case in random.Random(0).sample(SWEEP, 60) if case[1] < 5][:16]
-    assert cheaper_than_by_hand(sample) >= 2
-
-
-@pytest.mark.prove
-def test_in_the_whole_sweep_auto_with_two_stages_a_rank_is_never_dearer_and_often_cheaper():
-    assert len(SWEEP) == 288
-    assert cheaper_than_by_hand(SWEEP) > 100
+    assert cheaper > 100
 
 
 def test_the_limit_of_auto_counts_half_stages_in_a_v():

@@ -4,12 +4,12 @@
     python 07_expert_parallel/in_depth/bench_expert_dispatch.py --gpu           one GPU, milliseconds and TFLOPs
     python 07_expert_parallel/in_depth/bench_expert_dispatch.py --gpu --dry --out DIR   the same at toy size, on the CPU
 
-First all must match a reference of all experts on all tokens, in both passes (on a GPU the loop in fp32, forward).
+First all must match a reference of all experts on all tokens (on a GPU the loop in fp32), in both passes; only then is
+anything timed.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from harness import predictions
 from harness.ceilings import Table, device_here
 from harness.ranks import run_ranks
 from harness.reference import assert_same, error_between
-from harness.report import Ratio, paired, write_result
+from harness.report import Ratio, median_seconds, paired, write_result
 from routing import route, router_logits
 from torch import Tensor
 
@@ -115,6 +115,12 @@ def on_cpu() -> None:
     )
 
 
+def both_passes(compute: Callable[..., Tensor], counts: list[int], inputs: list[Tensor]) -> list[Tensor]:
+    """The experts' output, and the gradients of their rows and weights, with the output as its own gradient."""
+    y = compute(inputs[0], counts, *inputs[1:])
+    return [y.detach(), *torch.autograd.grad(y, inputs, y.detach())]
+
+
 def on_gpu(dry: bool, out: Path | None) -> None:
     """The three computations on one device in bf16, on rows as uneven as an untrained router makes them."""
     device = str(device_here())
@@ -125,13 +131,16 @@ def on_gpu(dry: bool, out: Path | None) -> None:
     order = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=experts).tolist()
     rows = x[order // k]
-    want = COMPUTES["loop"](rows, counts, *w)
-    half, half_w = rows.bfloat16(), [t.bfloat16() for t in w]
-    own = error_between(COMPUTES["loop"](half, counts, *half_w), want)  # what bf16 itself costs
+    want = both_passes(COMPUTES["loop"], counts, leaves([rows, *w]))
+    half = leaves([t.bfloat16() for t in (rows, *w)])
+    in_half = both_passes(COMPUTES["loop"], counts, half)
+    own = [error_between(got, exact) for got, exact in zip(in_half, want, strict=True)]  # what bf16 itself costs
     for name, compute in COMPUTES.items():
-        error = error_between(compute(half, counts, *half_w), want)
-        if not error <= 2 * own:
-            sys.exit(f"{name}: error {error:.2e} in bf16, where the loop has {own:.2e}")
+        found = both_passes(compute, counts, half)
+        for what, got, exact, limit in zip(("y", "dx", "dw1", "dw3", "dw2"), found, want, own, strict=True):
+            error = error_between(got, exact)
+            if not error <= 2 * limit:
+                sys.exit(f"{what} of {name}: error {error:.2e} in bf16, where the loop has {limit:.2e}")
     flops = 3 * 2 * 3 * len(rows) * H * F_
     table = Table(
         "07_expert_compute_gpu",
@@ -142,30 +151,10 @@ def on_gpu(dry: bool, out: Path | None) -> None:
         out,
     )
     for name in ("grouped", *(name for name in COMPUTES if name != "grouped")):
-        compute = COMPUTES[name]
-        leaf, params = half.clone().requires_grad_(), [t.clone().requires_grad_() for t in half_w]
-
-        def step(leaf=leaf, params=params, compute=compute) -> None:
-            y = compute(leaf, counts, *params)
-            torch.autograd.grad(y, [leaf, *params], y.detach())
-
-        seconds = median_seconds(step, device, 3 if dry else 20)
+        seconds = median_seconds(partial(both_passes, COMPUTES[name], counts, half), 3 if dry else 20)
         really = max(counts) * experts / len(rows) if name == "padded" else 1.0
         expected = predictions.product(predictions.here(), really * flops)
         table.add(name, 1e3 * seconds, flops / seconds / 1e12, *predictions.cells(expected, seconds))
-
-
-def median_seconds(step: Callable[[], None], device: str, repeats: int) -> float:
-    """Median seconds, each ended by a synchronisation."""
-    found = []
-    for repeat in range(-3, repeats):
-        start = time.perf_counter()
-        step()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        if repeat >= 0:
-            found.append(time.perf_counter() - start)
-    return sorted(found)[len(found) // 2]
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python 07_expert_parallel/in_depth/bench_fixed_dispatch.py
 
-Before a row with fixed shapes is timed, both must agree on outputs and every gradient, with the same pairs dropped, and
-its bytes must equal their formula.
+First both must agree on outputs and every gradient, with the same pairs dropped, and the bytes of fixed shapes must
+equal their formula; only then is anything timed or written.
 """
 
 import argparse
@@ -64,20 +64,12 @@ def step_of(layer: Callable) -> Callable[[], dict[str, Tensor]]:
 
 
 def measure() -> list[list]:
-    rank, rows = dist.get_rank(), []
+    rank = dist.get_rank()
     base = step_of(partial(waiting, C=None))
     with communication() as plain, HostWaits() as waits:
         base()
-    rows.append(
-        [
-            "waits",
-            "any",
-            len(waits.found),
-            0.0,
-            1.0,
-            paired(step_of(partial(waiting, C=None)), base, repeats=9, setup=dist.barrier),
-        ]
-    )
+    rows = [["waits", "any", len(waits.found), 0.0, 1.0]]
+    steps = [step_of(partial(waiting, C=None))]
     for name, factor in SLOTS.items():
         C = T if factor is None else int(capacity(T, E, K, factor))
         step = step_of(partial(moe_fixed, K=K, C=C, group=dist.group.WORLD))
@@ -92,9 +84,10 @@ def measure() -> list[list]:
         ratio = torch.tensor([sent.sent["all_to_all"], plain.sent["all_to_all"]]).double()
         dist.all_reduce(share)
         dist.all_reduce(ratio)
-        seconds = paired(step, base, repeats=9, setup=dist.barrier)
-        rows.append([f"fixed, {name}", C, len(waits.found), share.item() / P, (ratio[0] / ratio[1]).item(), seconds])
-    return rows
+        rows.append([f"fixed, {name}", C, len(waits.found), share.item() / P, (ratio[0] / ratio[1]).item()])
+        steps.append(step)
+    seconds = [paired(step, base, repeats=9, setup=dist.barrier) for step in steps]
+    return [[*row, ratio] for row, ratio in zip(rows, seconds, strict=True)]
 
 
 def main() -> None:

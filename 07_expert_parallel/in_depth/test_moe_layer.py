@@ -280,7 +280,7 @@ def test_micro_batches_may_go_backward_in_any_order(order):
         assert_same_named(run(recompute, True), want, 1e-10, "gradient of")
 
 
-def test_a_recomputed_layer_keeps_its_input_and_no_activations_and_sends_its_counts_once():
+def test_a_recomputed_layer_keeps_its_input_and_no_activations():
     layer, x = lively(MoE(SMALL, None, None), 4), numbers(8, 16).requires_grad_()
     with saved_activations(exclude=layer.parameters()) as plain:
         layer(x)
@@ -298,9 +298,9 @@ def collectives(recompute: bool) -> dict:
 
 
 def test_the_recomputed_call_repeats_the_all_to_alls_of_tokens_and_no_other_collective():
-    [plain, *_], [again, *_] = run_ranks(2, collectives, False), run_ranks(2, collectives, True)
-    assert plain == {"all_to_all": 5, "all_reduce": 1}  # counts; tokens and answers, twice; counts of the losses
-    assert again["all_reduce"] == 1 and again["all_to_all"] <= 7
+    plain = {"all_to_all": 5, "all_reduce": 1}  # counts; tokens and answers, twice; counts of the losses
+    assert run_ranks(2, collectives, False) == [plain] * 2
+    assert run_ranks(2, collectives, True) == [plain | {"all_to_all": 7}] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- host waits

@@ -46,6 +46,7 @@ from moe_llama import (
     squared_gradient_norm,
     train_step,
 )
+from routing import balance_loss, expert_counts, route
 from torch import Tensor
 
 CHAPTERS = Path(__file__).resolve().parents[2]
@@ -124,16 +125,9 @@ def test_logits_gradients_and_auxiliary_loss_equal_those_of_mixtral_in_transform
             want = both.chunk(2)[expert[2:4] == "w3"]
         assert_same(gradient, want, 1e-10, f"gradient of {name}")
     # Its loss is K times ours, of all layers' tokens in one pool.
-    logits = torch.cat(out.router_logits)
-    routing = moe_llama_routing(logits)
-    assert_same(2 * routing, out.aux_loss, 1e-10, "auxiliary loss")
-
-
-def moe_llama_routing(logits: Tensor) -> Tensor:
-    from routing import balance_loss, expert_counts, route
-
-    routing = route(logits, 2)
-    return balance_loss(routing.probabilities, expert_counts(routing.experts, 4), 2)
+    routing = route(torch.cat(out.router_logits), 2)
+    ours = balance_loss(routing.probabilities, expert_counts(routing.experts, 4), 2)
+    assert_same(2 * ours, out.aux_loss, 1e-10, "auxiliary loss")
 
 
 # ------------------------------------------------------------------------------------------------------ the reference
@@ -337,11 +331,8 @@ def test_a_missing_expert_is_named():
         load_full_state_dict(model, other, None)
     assert [layer.name for layer in moe_layers(model)] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert full_name(model, "model.layers.0.mlp.gate.weight") == "model.layers.0.block_sparse_moe.gate.weight"
-    assert cut_experts(model, {"lm_head.weight": state["lm_head.weight"]} | state_of_experts(model), None)
-
-
-def state_of_experts(model: MoELlama) -> dict[str, Tensor]:
-    return {n: v for n, v in full_state_dict(model, None).items() if ".experts." in n}
+    experts = {n: v for n, v in full_state_dict(model, None).items() if ".experts." in n}
+    assert cut_experts(model, experts, None).keys() == expert_parameters(model).keys(), "the others are left out"
 
 
 def test_a_full_state_dict_is_a_snapshot_that_training_does_not_change():

@@ -144,14 +144,6 @@ def test_given_experts_are_taken_and_only_weighed():
 # -------------------------------------------------------------------------------------------------- losses over ranks
 
 
-def test_the_balance_loss_is_one_for_an_even_load_and_e_over_k_if_all_tokens_want_the_same():
-    even = torch.full((8, E), 1 / E)
-    assert_same(balance_loss(even, torch.full((E,), 2), K), 1.0, 1e-6, "even")
-    one = F.one_hot(torch.zeros(8, dtype=torch.int64), E).float()
-    counts = torch.tensor([8] + [0] * (E - 1))
-    assert_same(balance_loss(one, counts, 1), float(E), 1e-6, "all to one")
-
-
 def first_ranks(sizes: list[int]) -> dist.ProcessGroup | None:
     """As many of four ranks as there are sizes; the others are in no group."""
     group = dist.new_group(range(len(sizes)))
@@ -296,7 +288,7 @@ def test_bad_input_is_one_line_that_names_option_and_remedy(options, words):
     assert words in refusal(routing.main, options)
 
 
-def test_an_unknown_router_is_refused():
+def test_check_routing_refuses_what_no_option_can_say():
     with pytest.raises(ValueError, match="router 'hash' is unknown; use softmax or sigmoid"):
         check_routing(8, 2, "hash")
     with pytest.raises(ValueError, match="top-k 0 of 8 experts is impossible; use 1 to 8"):

@@ -90,7 +90,7 @@ def memory_rows() -> list[list]:
         for rank, got in enumerate(run_ranks(z.P, attention_numbers, z, timeout=120)):
             if got != want:
                 sys.exit(f"{z}, rank {rank}: measured {got}, predicted {want}")
-        rows.append([z.S, z.u, z.P, *want.values(), "equal"])
+        rows.append([z.S, z.u, z.P, *want.values()])
     return rows
 
 
@@ -138,6 +138,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the results of --gpu; default results/")
     parser.add_argument("--seconds", type=float, default=450.0, help="about how long --gpu may take")
     args = parser.parse_args()
+    if (args.dry or args.out) and not args.gpu:
+        print("bench_fpdt_attention.py: --dry and --out are about --gpu; add --gpu", file=sys.stderr)
+        return 2
     if args.figures:
         figures()
         return 0
@@ -153,7 +156,7 @@ def main() -> int:
     write_result(
         "08_fpdt",
         "Attention of one layer in chunks: bytes on a rank, measured, and equal to the formulas",
-        ["tokens", "chunks", "ranks", "device, forward", "device, backward", "host", "link", "network", "formula"],
+        ["tokens", "chunks", "ranks", "device, forward", "device, backward", "host", "link", "network"],
         rows,
         f"{HEADS} query and {KV_HEADS} key/value heads of {D}, float32. Link and network: both ways together. "
         f"By formula, with 8 chunks on one rank, a block that keeps its input only moves "

@@ -10,9 +10,7 @@ then is anything written. On a GPU every chunk's sum is checked after every walk
 """
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from fpdt_costs import idle_time
 from fpdt_store import Buffer, CpuMachine, DeviceMemory, Op, Prefetch, Race, Store, machine_for
 from harness import predictions
 from harness.ceilings import Table, device_here
-from harness.report import write_result
+from harness.report import median_seconds, write_result
 from torch import Tensor
 
 CHUNKS, ELEMENTS = 12, 64
@@ -158,21 +156,6 @@ def record() -> None:
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
 
-def timed(call: Callable[[], object], cuda: bool, repeats: int) -> float:
-    """Median of the seconds until all streams are done."""
-    times = []
-    for repeat in range(repeats + 2):
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if cuda:
-            torch.cuda.synchronize()
-        if repeat >= 2:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def copies(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Path | None) -> None:
     """GB/s of single copies, each way, from pinned and from ordinary memory."""
     cuda, machine, gpu = device.type == "cuda", machine_for(device), predictions.here()
@@ -197,7 +180,7 @@ def copies(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Path
         for host in (machine.host_empty(there.shape, there.dtype), torch.empty(there.shape)):
             host.fill_(2.0)
             for to, source in ((there, host), (host, there)):
-                took = timed(lambda to=to, source=source: to.copy_(source, non_blocking=True), cuda, repeats)
+                took = median_seconds(lambda to=to, source=source: to.copy_(source, non_blocking=True), repeats)
                 if not torch.equal(to.cpu(), source.cpu()):
                     sys.exit(f"a copy of {size} bytes brings other numbers")
                 rates.append(round(size / took / 1e9, 2) if cuda else "n/a on CPU")
@@ -212,7 +195,7 @@ def overlaps(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Pa
         f"A walk over {CHUNKS} chunks on the host, in ms: what two slots hide",
         [
             "bytes of a chunk",
-            "computation / fetch, aimed at",
+            "computations / fetches",
             "fetches alone",
             "computations alone",
             "one slot",
@@ -220,7 +203,7 @@ def overlaps(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Pa
             "hidden, of the shorter",
             "two slots, predicted",
         ],
-        "Computations: matrix products until the share is reached. Every chunk's sum was checked. Medians. Predicted by"
+        "Computations: matrix products. Every chunk's sum was checked. Medians. Predicted by"
         " a closed form: first fetch, then the longer of both, last computation; from the two columns 'alone'.",
         out,
     )
@@ -231,8 +214,8 @@ def overlaps(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Pa
         side = 2048 if size >= 2**20 else 32
         a = torch.randn(side, side, device=device, dtype=torch.bfloat16)
         here = torch.ones(elements, device=device)
-        one = timed(lambda a=a: a @ a, cuda, repeats)
-        fetch = timed(lambda hosts=hosts, s=store: walk(s, hosts, device, 2, torch.sum), cuda, repeats) / CHUNKS
+        one = median_seconds(lambda a=a: a @ a, repeats)
+        fetch = median_seconds(partial(walk, store, hosts, device, 2, torch.sum), repeats) / CHUNKS
         for share in (0.5, 1.0, 2.0):
             products = max(1, min(round(share * fetch / one), 1000 if size >= 2**20 else 3))
 
@@ -241,18 +224,18 @@ def overlaps(device: torch.device, sizes: tuple[int, ...], repeats: int, out: Pa
                     a @ a
                 return x.sum()
 
-            compute = timed(lambda work=work, x=here, hosts=hosts: [work(x) for _ in hosts], cuda, repeats)
+            compute = median_seconds(lambda work=work, x=here, hosts=hosts: [work(x) for _ in hosts], repeats)
             walks = []
             for sets in (1, 2):
                 run = partial(walk, store, hosts, device, sets, work)
-                walks.append(timed(run, cuda, repeats))
+                walks.append(median_seconds(run, repeats))
                 if not torch.allclose(run(), want, rtol=1e-5):
                     sys.exit(f"a walk with {sets} slots reads other chunks than were stored")
             hidden = (walks[0] - walks[1]) / min(CHUNKS * fetch, compute)
             foreseen = fetch + (CHUNKS - 1) * max(fetch, compute / CHUNKS) + compute / CHUNKS
-            cells = [round(1e3 * x, 3) if cuda else "n/a on CPU" for x in (CHUNKS * fetch, compute, *walks)]
-            last = f"{hidden:.0%}" if cuda else "n/a on CPU"
-            table.add(size, share, *cells, last, round(1e3 * foreseen, 3) if cuda else "n/a on CPU")
+            times = [round(1e3 * x, 3) for x in (CHUNKS * fetch, compute, *walks, foreseen)]
+            cells = [round(compute / (CHUNKS * fetch), 2), *times[:-1], f"{hidden:.0%}", times[-1]]
+            table.add(size, *(cells if cuda else ["n/a on CPU"] * len(cells)))
 
 
 def measure(dry: bool, out: Path | None) -> None:
@@ -264,7 +247,6 @@ def measure(dry: bool, out: Path | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--figures", action="store_true", help="draw the figures again; here there are none")
     parser.add_argument("--gpu", action="store_true", help="measure on the GPU")
     parser.add_argument("--dry", action="store_true", help="with --gpu: the same program on the CPU, tiny")
     parser.add_argument("--out", type=Path, help="folder for the results of --gpu; default results/")
@@ -277,7 +259,7 @@ def main() -> int:
         return 2
     if args.gpu:
         measure(args.dry, args.out)
-    elif not args.figures:
+    else:
         record()
     return 0
 

@@ -127,9 +127,9 @@ def alone(work, *args):
 def test_two_partial_softmaxes_merge_without_overflow_whatever_the_size_of_the_scores():
     for scale in (1.0, 3e2):
         q, k, v, _ = tensors((2, 2), length=12)
-        q, query = q * scale, 12
-        bias_free = [attend(EXPLICIT, q, k[:, a:b], v[:, a:b], causal=False) for a, b in ((0, 5), (5, query))]
-        (out, lse), (more, more_lse) = bias_free
+        q = q * scale
+        parts = [attend(EXPLICIT, q, k[:, a:b], v[:, a:b], causal=False) for a, b in ((0, 5), (5, 12))]
+        (out, lse), (more, more_lse) = parts
         merge(out, lse, more, more_lse)
         want, want_lse = attend(EXPLICIT, q, k, v, causal=False)
         assert_same(out, want, what=f"out at scale {scale}")
@@ -166,7 +166,7 @@ def test_autocast_casts_what_a_norm_has_widened_and_leaves_float64():
 
 
 def low_precision() -> list[float]:
-    """Errors of dq, dk, dv against float64: one chunk, then sixteen."""
+    """Errors of out, dq, dk, dv against float64: in one chunk, then in sixteen."""
     group, want = dist.group.WORLD, gradients(written_out, *tensors((4, 1)))
     errors = []
     for u in (1, 16):
@@ -208,7 +208,6 @@ def test_the_computation_says_of_every_slot_that_it_touches_it():
 
 
 def test_what_chapter_5_has_too_has_the_same_name_and_takes_the_same():
-    """`copy_kv_heads` has no namesake there any more."""
     for mine, theirs in (
         (to_heads, context_ulysses.to_heads),
         (to_tokens, context_ulysses.to_tokens),

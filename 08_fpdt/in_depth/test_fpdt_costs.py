@@ -115,7 +115,6 @@ def test_the_table_beside_published_totals_takes_half_of_14_tensors_off_and_says
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--seq", "-1"],
         ["--seq", "0"],
         ["--kv-heads", "3"],
         ["--memory-gb", "2"],

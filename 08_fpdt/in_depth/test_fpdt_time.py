@@ -221,7 +221,7 @@ def test_a_slower_or_a_shared_link_asks_for_larger_chunks_and_less_memory_for_sm
     assert recommend(LLAMA, Hardware(sharing=8), 1e9)[0].c < shared.c
 
 
-def test_three_slots_are_refused_by_the_loops():
+def test_the_loops_take_one_slot_or_two():
     for slots in (0, 3):
         with pytest.raises(ValueError, match=f"{slots} slots for what comes from the host; use 1 or 2"):
             ChunkedAttention(None, 4, Store(CpuMachine()), slots=slots)
@@ -230,10 +230,6 @@ def test_three_slots_are_refused_by_the_loops():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--memory-gb", "0.0000001"],
-        ["--memory-gb", "nan"],
-        ["--seq", "-1"],
-        ["--seq", "0"],
         ["--seq", "10"],
         ["--seq", "12"],
         ["--seq", "128", "--ranks", "4"],
@@ -241,9 +237,8 @@ def test_three_slots_are_refused_by_the_loops():
         ["--ranks", "3"],
         ["--slots", "3"],
         ["--sharing", "0"],
-        ["--tflops", "0"],
         ["--tflops", "1e-320"],
-        ["--memory-gb", "0.001"],
+        ["--tflops", "nan"],
         ["--link-gb", "inf"],
         ["--network-gb", "-1"],
     ],
@@ -266,8 +261,6 @@ def test_the_demo_ends_with_pass_and_every_option_changes_what_it_prints(monkeyp
 
 
 def test_a_schedule_that_does_not_fit_the_sums_fails_the_demo(monkeypatch, capsys):
-    import fpdt_time
-
-    monkeypatch.setattr(fpdt_time, "schedule", lambda z, way, slots: schedule(z, way, 1))
+    monkeypatch.setattr("fpdt_time.schedule", lambda z, way, slots: schedule(z, way, 1))
     monkeypatch.setattr(sys, "argv", ["fpdt_time.py", "--seq", "16384"])
     assert main() == 1 and capsys.readouterr().out.splitlines()[-1].startswith("FAIL: ")

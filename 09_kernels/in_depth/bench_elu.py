@@ -1,6 +1,6 @@
 """ELU four ways, fusion and divergence: bytes moved; on a GPU also time, against the measured copy bandwidth.
 
-    python 09_kernels/in_depth/bench_elu.py   on any machine: bytes moved, and eager against torch.compile
+    python 09_kernels/in_depth/bench_elu.py   on any machine: bytes moved
     python 09_kernels/in_depth/bench_elu.py --gpu              verify on the GPU, then time
     python bench_elu.py --gpu --dry --out DIR   the same program at tiny sizes on the CPU: no results
 
@@ -24,7 +24,7 @@ from _cuda import call
 from elu import VERSIONS, elu, errors
 from harness import predictions
 from harness.ceilings import Table, device_here, paired_seconds, quotient
-from harness.report import paired, ratio_of, write_result
+from harness.report import ratio_of, write_result
 from torch import Tensor
 
 ALPHA = 1.3
@@ -68,22 +68,6 @@ def count(folder: Path | None) -> None:
         ["what", "unit", "predicted", "counted"],
         rows,
         "fp32, forward. The bias, which is short and stays in a cache, is left out.",
-        folder,
-    )
-    compiled = torch.compile(chapter.elu_eager)
-    big = torch.randn(4 * 2**20)
-    with torch.no_grad():
-        compiled(big, ALPHA)
-        rows = [
-            ["eager", paired(lambda: chapter.elu_eager(big, ALPHA), lambda: F.elu(big, ALPHA))],
-            ["torch.compile", paired(lambda: compiled(big, ALPHA), lambda: F.elu(big, ALPHA))],
-        ]
-    write_result(
-        "09_elu_compile",
-        "ELU of 4 million numbers, forward: seconds over those of PyTorch's own kernel",
-        ["version", "seconds: median (quartiles)"],
-        rows,
-        "fp32. Triton's interpreter and the CUDA shim say nothing about time, so they are not here.",
         folder,
     )
 

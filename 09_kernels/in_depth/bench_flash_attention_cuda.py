@@ -156,12 +156,4 @@ def gpu(folder: Path, limit: float) -> None:
 
 
 if __name__ == "__main__":
-    run(
-        "Attention in CUDA, forward: errors and sectors, or times.",
-        cpu,
-        gpu,
-        build,
-        "--seconds",
-        "--build",
-        hopper=True,
-    )
+    run("Attention in CUDA, forward: errors and sectors, or times.", cpu, gpu, build, hopper=True)

@@ -182,12 +182,4 @@ def gpu(folder: Path, limit: float) -> None:
 
 
 if __name__ == "__main__":
-    run(
-        "Attention in e4m3, forward: errors and sectors, or times.",
-        cpu,
-        gpu,
-        build,
-        "--seconds",
-        "--build",
-        hopper=True,
-    )
+    run("Attention in e4m3, forward: errors and sectors, or times.", cpu, gpu, build, hopper=True)

@@ -45,7 +45,7 @@ HERE = Path(__file__).resolve().parent
 DEVICE = device_here().type
 SHAPES = [("float16", "64"), ("float16", "128"), ("bfloat16", "256"), ("float32", "64"), ("float32", "128")]
 
-# Further candidates: tried by --gpu, after the plan's own.
+# Candidates: those that are not the plan's own are tried by --gpu after it.
 FORWARD = [Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(128, 128, 8, 3)]
 DKDV = [Tiles(32, 128, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 128, 8, 1), Tiles(64, 128, 8, 3)]
 SEVEN = "backward, seven products"
@@ -342,8 +342,9 @@ class Measurement:
 
     def tuned_rows(self, matmul: Matmul) -> list[list]:
         saved = self.forward()()
-        forward = {str(tuple(tiles)): self.forward(tiles) for tiles in ([Tiles(16, 16)] if INTERPRETED else FORWARD)}
-        backward = {str(tuple(tiles)): self.backward(saved, tiles) for tiles in ([] if INTERPRETED else DKDV)}
+        of_forward, of_backward = ([Tiles(16, 16)], []) if INTERPRETED else (FORWARD, DKDV)
+        forward = {str(tuple(t)): self.forward(t) for t in of_forward if t != self.plan.forward}
+        backward = {str(tuple(t)): self.backward(saved, t) for t in of_backward if t != self.plan.dkdv}
         side_by_side([*forward.values(), *backward.values()])  # all in parallel
         return [
             self.tuned("forward", forward, self.forward(), matmul),
@@ -396,11 +397,11 @@ def run(
     cpu: Callable[[], None],
     gpu: Callable[[Path, float], None],
     build: Callable[[], None],
-    *options: str,
     hopper: bool = False,
 ) -> None:
-    """The command line of FlashAttention's benchmarks. `options`: besides --gpu, --dry and --out."""
-    given = bench_options(about, "--gpu", "--dry", "--out", *options, triton=True, hopper=hopper)
+    """The command line of FlashAttention's benchmarks."""
+    names = ("--gpu", "--dry", "--out", "--seconds", "--build")
+    given = bench_options(about, *names, triton=True, hopper=hopper)
     if given.build:
         build()
     elif given.gpu:
@@ -410,4 +411,4 @@ def run(
 
 
 if __name__ == "__main__":
-    run("FlashAttention in Triton: errors and binaries, or times.", cpu, gpu, build, "--seconds", "--build")
+    run("FlashAttention in Triton: errors and binaries, or times.", cpu, gpu, build)

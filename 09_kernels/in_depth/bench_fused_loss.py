@@ -5,7 +5,8 @@
     python 09_kernels/in_depth/bench_fused_loss.py --gpu   verify on the GPU, then measure time and memory
     python 09_kernels/in_depth/bench_fused_loss.py --gpu --dry --out DIR      the same program at tiny sizes: no results
 
-First loss and gradients, of small inputs, must be about as exact as PyTorch's; only then is anything measured.
+First loss and gradients of small inputs must be about as exact as PyTorch's; only then is anything measured. On a GPU
+every version must also agree with PyTorch's at the shape at which it is timed.
 """
 
 import gc
@@ -19,6 +20,7 @@ import torch
 from _bench_options import bench_options
 from _fused_demo import DEVICE, allowed, compare, loss_inputs
 from _interpreter import INTERPRETED
+from bench_fused import far_apart
 from bench_matmul_ladder import copied, timed
 from fused_loss import (
     FUSED,
@@ -117,7 +119,8 @@ def time_all(dry: bool, folder: Path | None) -> None:
         f"{copy / 1e12:.3g} TB/s. Cold L2 cache, median of 5. Predicted for both together, from those bytes.",
         folder,
     )
-    versions = {"fused": cross_entropy, "eager": cross_entropy_reference}
+    want: list[Tensor] = []  # of the first
+    versions = {"eager": cross_entropy_reference, "fused": cross_entropy}
     if not dry:
         versions["torch.compile"] = torch.compile(cross_entropy_reference, dynamic=False)
     for name, call in versions.items():
@@ -126,6 +129,7 @@ def time_all(dry: bool, folder: Path | None) -> None:
         def backward(loss=loss, logits=logits):
             return torch.autograd.grad(loss, logits, retain_graph=True)
 
+        want = agreed(name, [loss.detach(), *backward()], want)
         with torch.no_grad():
             forward = seconds(partial(call, logits, some))
         times = forward, seconds(backward)
@@ -134,6 +138,13 @@ def time_all(dry: bool, folder: Path | None) -> None:
         cells = predictions.cells(expected, sum(times))
         table.add(name, times[0] * 1e3, shares[0], times[1] * 1e3, shares[1], *cells)
         del loss, backward
+
+
+def agreed(name: str, got: list[Tensor], want: list[Tensor]) -> list[Tensor]:
+    """`want`, or what the first version got. Exit unless the others agree with it."""
+    if why := far_apart(got, want or got):
+        sys.exit(f"{name}: {why}")
+    return want or got
 
 
 def layer(
@@ -152,6 +163,7 @@ def layer(
         folder,
     )
     first: list[float] = []
+    want: list[Tensor] = []
     versions = {"PyTorch": linear_cross_entropy_reference}
     for chunk in (16, 32) if dry else (2048, 4096, 1024, 8192):
         versions[f"fused, {chunk} tokens at a time"] = partial(linear_cross_entropy, chunk=chunk)
@@ -160,8 +172,10 @@ def layer(
     for name, call in versions.items():
 
         def step(call=call):
-            return torch.autograd.grad(call(h, weight, labels) / tokens, (h, weight))
+            loss = call(h, weight, labels) / tokens
+            return [loss.detach(), *torch.autograd.grad(loss, (h, weight))]
 
+        want = agreed(name, step(), want)
         took, peak = seconds(step), 0
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -51,7 +51,6 @@ def test_what_is_allowed_is_handed_over_and_what_is_not_asked_for_is_off(monkeyp
         ("--gpu --dry --out x --seconds nan", {}, "--seconds nan is no time"),
         ("--gpu --dry --out x --seconds inf", {}, "--seconds inf is no time"),
         ("--gpu --dry --out x --seconds 0", {}, "--seconds 0 is no time"),
-        ("--gpu --dry --out x --seconds -1", {}, "--seconds -1 is no time"),
         ("--seconds 60", {}, "--seconds 60 is the time of --gpu"),
         ("--figures --gpu", {}, "--figures only draws"),
         ("--gpu --dry --out EMPTY", {}, "--out '' is no folder"),

@@ -34,6 +34,7 @@ def test_infinities_nan_and_zero_behave_as_in_pytorch(version):
     got, want = values.clone().requires_grad_(), values.clone().requires_grad_()
     y, expected = elu(got, 1.5, version), F.elu(want, 1.5)
     assert torch.allclose(y, expected, equal_nan=True)
+    assert torch.equal(y[:2].signbit(), expected[:2].signbit()), "0.0 and -0.0"
     y.sum().backward()
     expected.sum().backward()
     at_zero = values == 0  # the derivative jumps there, from alpha to 1

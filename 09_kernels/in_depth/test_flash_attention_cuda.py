@@ -19,6 +19,7 @@ from test_flash_attention_fp8 import CASES as CASES_IN_FP8
 from test_flash_attention_fp8 import (
     NVCC,
     assert_a_loop_has_its_exponentials_between_its_waits,
+    assert_a_nan_stays,
     assert_same_bits,
     machine_code,
 )
@@ -81,13 +82,7 @@ def test_it_agrees_with_the_triton_kernel():
 
 
 def test_a_nan_stays_in_its_sequence_and_its_head():
-    q, k, v = inputs(2, 20, 37, 2, 2, 64, "cpu")
-    for x in (q, k, v):
-        x[1], x[0, :, 1] = math.nan, math.nan
-    out, lse = cuda_forward(q, k, v, causal=False)
-    assert out[0, :, 0].isfinite().all() and lse[0, 0].isfinite().all()
-    assert out[1].isnan().all() and out[0, :, 1].isnan().all()
-    assert lse[1].isnan().all() and lse[0, 1].isnan().all()  # -inf would say that there is no key
+    assert_a_nan_stays(cuda_forward)
 
 
 # Two heads of three tiles of queries: a block takes the first and the last of a head, then the middle one of the other.
@@ -125,12 +120,12 @@ def test_a_block_takes_its_tiles_of_queries_in_pairs_that_cost_the_same():
         assert cuda.tiles_taken() == first + second, f"{S} tokens"
 
 
-@pytest.mark.parametrize(("name", "causal"), [("causal", True), ("all keys", False)])
-def test_sectors_asked_for_are_those_predicted_and_tiles_beyond_the_diagonal_are_not(name, causal):
+def test_sectors_asked_for_are_those_predicted_and_tiles_beyond_the_diagonal_are_not():
     for B, S_q, S_k, N, N_kv, D in ((1, 200, 260, 2, 1, 64), (2, 20, 150, 1, 1, 128)):
-        last = band(S_q, S_k, causal)[1]
-        predicted = sectors(B, S_q, S_k, N, D, last)
-        assert cuda.count(inputs(B, S_q, S_k, N, N_kv, D, "cpu"), last) == predicted, name
+        for causal in (True, False):
+            last = band(S_q, S_k, causal)[1]
+            predicted = sectors(B, S_q, S_k, N, D, last)
+            assert cuda.count(inputs(B, S_q, S_k, N, N_kv, D, "cpu"), last) == predicted, f"causal {causal}"
     assert sectors(1, 200, 260, 1, 64, 0) == (200 + 2 * 128 + 2 * 256) * 64 * 2 // 32  # by hand: 1 and 2 tiles of keys
     by_hand = (72 + 2 * 128) * 64 * 2 // 32  # of two tiles of queries the first sees no key, and loads nothing
     assert cuda.tiles_of_keys(384, 128, -300) == [0, 0, 1], "none, however far ahead the first key is"
@@ -145,7 +140,7 @@ def test_a_model_can_take_it_as_its_attention_and_gets_gradients():
     got = step(lambda q, k, v: flash_attention(q, k, v, causal=True, version=CUDA), q, k, v, dout)
     for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
         assert x.dtype == torch.bfloat16
-        assert_same(x.double(), y, 0.02 * y.abs().max().item(), name)
+        assert_same(x.double(), y, 5e-3, name)
 
 
 def test_tensors_that_the_copy_engine_cannot_read_are_copied_first():
@@ -168,9 +163,8 @@ def test_no_stack_frame_and_exponentials_lie_between_the_two_waits(tmp_path):
     cubin = tmp_path / "attention.cubin"
     used = _cuda.resources(cuda.SOURCE, "sm_90a", cubin)["attention_forward"]
     assert used.stack == used.spills == 0, f"{used.stack} bytes in local memory"
-    assert (
-        used.registers == 65536 // THREADS // 8 * 8
-    )  # setmaxnreg moves them between warps and counts on an even split
+    # setmaxnreg moves registers between warps and counts on an even split
+    assert used.registers == 65536 // THREADS // 8 * 8
     assert (2 * cuda.ROWS + 4 * cuda.KEYS) * 128 * 2 + used.shared <= 227 * 1024
     for code, product in ((machine_code(cubin, 128), "64x128x16"), (machine_code(cubin, 64), "64x64x16")):
         assert "HGMMA.64x128x16.F32.BF16" in code and re.search(rf"HGMMA.{product}\S+ R\d+, R\d+, gdesc\S+tnspB", code)

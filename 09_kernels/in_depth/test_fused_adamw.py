@@ -55,12 +55,9 @@ def test_moments_of_half_precision_weights_are_float32_and_steps_below_their_pre
     weights = start.clone()
     for step in range(1, 6):
         lr = 1e-4 if step < 5 else 1e-2  # the last step is large: a copy of the weights before it would show
-        adamw_(master, torch.ones_like(start), m, v, step=step, copy=weights, **{**_without_step(), "lr": lr})
+        settings = ONE_STEP | {"step": step, "lr": lr, "weight_decay": 0.0}
+        adamw_(master, torch.ones_like(start), m, v, copy=weights, **settings)
     assert torch.equal(weights, master.half()) and (weights < start).all()
-
-
-def _without_step():
-    return {name: value for name, value in ONE_STEP.items() if name != "step"} | {"weight_decay": 0.0}
 
 
 def test_a_scale_for_the_gradients_is_as_good_as_multiplying_them():

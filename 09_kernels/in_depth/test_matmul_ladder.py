@@ -668,12 +668,9 @@ def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):
 
 
 def test_nan_is_within_no_limit(monkeypatch, capsys):
-    assert (
-        matmul_ladder.within(1.9, 2) and not matmul_ladder.within(2.1, 2) and not matmul_ladder.within(float("nan"), 2)
-    )
-    monkeypatch.setattr(
-        matmul_ladder, "matmul", lambda a, b, rung, out, order: out
-    )  # computes nothing: `out` stays poisoned
+    assert [matmul_ladder.within(ratio, 2) for ratio in (1.9, 2.1, float("nan"))] == [True, False, False]
+    # It computes nothing: `out` stays poisoned.
+    monkeypatch.setattr(matmul_ladder, "matmul", lambda a, b, rung, out, order: out)
     assert matmul_ladder.demo(["naive"], 8, 8, 8, "cpu") == 1
     assert "naive: its error is nan times PyTorch's" in capsys.readouterr().out
 

@@ -49,6 +49,8 @@ def gpu_options(*more: str) -> argparse.Namespace:
         parser.error(f"--seconds {seconds:g} is for --gpu, and a time to measure in, 60 or so")
     if args.gpu and figures:
         parser.error("--figures has nothing to draw of --gpu; leave one of them out")
+    if args.gpu and not args.dry and not torch.cuda.is_available():
+        parser.error("--gpu needs a CUDA GPU, and none is here; add --dry --out DIR to try it here")
     return args
 
 

@@ -141,11 +141,9 @@ def time_on_gpu(device: str, dry: bool, out: Path | None, limit: float) -> None:
 
 def main() -> None:
     args = gpu_options("--seconds")
-    if args.gpu and not args.dry:
-        reason = "no CUDA GPU is here" if not torch.cuda.is_available() else fp8_matmul.refusal("cuda")
-        if reason:
-            print(f"bench_fp8_matmul.py: --gpu: {reason}; add --dry --out DIR to try it here", file=sys.stderr)
-            sys.exit(2)
+    if args.gpu and not args.dry and (reason := fp8_matmul.refusal("cuda")):
+        print(f"bench_fp8_matmul.py: --gpu: {reason}; add --dry --out DIR to try it here", file=sys.stderr)
+        sys.exit(2)
     device = "cuda" if args.gpu and not args.dry else "cpu"
     try:
         verify(device)

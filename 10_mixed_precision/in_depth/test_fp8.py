@@ -17,7 +17,6 @@ from fp8 import (
     TILE,
     Fp8Linear,
     LargeFeatures,
-    Quantized,
     amax_of,
     check_sizes,
     e4m3,
@@ -26,10 +25,10 @@ from fp8 import (
     quantize,
     relative,
     tensor_core_matmul,
-    transpose,
     with_outliers,
 )
 from harness.meter import communication, saved_activations
+from harness.programs import assert_refused
 from harness.ranks import run_ranks
 from harness.reference import assert_same, assert_same_named
 from torch import Tensor, nn
@@ -196,6 +195,10 @@ def test_a_second_backward_through_the_same_layer_has_its_own_gradient():
     first = x.grad.clone()
     y.backward(torch.full_like(y, 3.0))
     assert_same(x.grad, first * 4, 1e-6, "dx of both")
+
+
+def test_x_may_have_strides_or_be_one_token_and_a_second_derivative_is_refused():
+    x, weight = random(16, 32).requires_grad_(), nn.Parameter(random(48, 32))
     strided = random(3, 2, 32).transpose(0, 1)
     assert torch.equal(Fp8Linear("tensor")(strided, weight), Fp8Linear("tensor")(strided.contiguous(), weight))
     assert Fp8Linear("tensor")(x[0], weight).shape == (48,), "one token"
@@ -508,17 +511,9 @@ def test_nan_and_infinity_on_one_rank_end_all_that_share_its_amax_and_leave_none
 
 def test_sizes_and_recipes_that_cannot_run_are_refused_in_one_line():
     check_sizes(128, 48)
-    for sizes, line in (((17, 16), "17 outputs.* 32"), ((16, 100), "100 inputs.* 112")):
-        with pytest.raises(ValueError, match=line):
-            check_sizes(*sizes)
-    with pytest.raises(ValueError, match="'tile' is unknown; use tensor"):
-        Fp8Linear("tile")
-
-
-def test_a_transposed_operand_has_the_transposed_scales():
-    q = quantize(random(256, 300), e4m3, (TILE, TILE))
-    assert_same(transpose(q).dequantize(), q.dequantize().T, 0.0, "transposed")
-    assert isinstance(transpose(q), Quantized)
+    assert_refused("17 outputs.* 32", check_sizes, 17, 16)
+    assert_refused("100 inputs.* 112", check_sizes, 16, 100)
+    assert_refused("'tile' is unknown; use tensor", Fp8Linear, "tile")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

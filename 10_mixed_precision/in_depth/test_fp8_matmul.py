@@ -11,7 +11,7 @@ import fp8_matmul  # which finds chapter 09's build
 import pytest
 import torch
 import torch.nn.functional as F
-from formats import FORMATS, TILE, Quantized, e4m3, emulated_matmul, quantize, transpose
+from formats import TILE, Quantized, e4m3, emulated_matmul, quantize, transpose
 from fp8 import Fp8Linear, tensor_core_matmul
 from fp8_matmul import (
     FORWARD,
@@ -344,7 +344,7 @@ def test_no_stack_frame_no_spill_and_products_that_are_not_put_in_a_row(tmp_path
         assert len(re.findall(r"\bFFMA\b", after)) >= 64, "64 results of a thread are added in fp32"
 
 
-def test_the_operands_are_e4m3_and_e5m2_by_the_numbers_that_they_hold():
-    for product, form in (("Fprop", "e4m3"), ("Dgrad, e5m2", "e5m2")):
+def test_the_left_operand_is_in_e4m3_or_in_e5m2_by_the_product():
+    for product, dtype in (("Fprop", e4m3), ("Dgrad, e5m2", e5m2)):
         a, _ = operands(4, 4, 32, product, "cpu")
-        assert a.values.dtype == FORMATS[form].dtype
+        assert a.values.dtype == dtype, product

@@ -7,10 +7,10 @@
     python 11_5d_trainer/planner/bench_plan.py --ranking    only the order of layouts, after a few bytes
     python 11_5d_trainer/planner/bench_plan.py --figures    only draws
 
-First the predictions. Then the bytes: if bytes stored or sent are not exact, or a peak is off by more than 5 %, it ends
-with exit code 1 and writes no more. Then a ranking: layouts of one small model on 4 and on 8 ranks are timed, beside
-the planner's order, with the rates that `plan.py --calibrate` measures on as many ranks just before. Times
-are ratios to the fastest.
+First the bytes: if bytes stored or sent are not exact, or a peak is off by more than 5 %, it ends with exit
+code 1 and writes nothing. Then the predictions, and a ranking: layouts of one small model on 4 and on 8 ranks are
+timed, beside the planner's order, with the rates that `plan.py --calibrate` measures on as many ranks just before.
+Times are ratios to the fastest.
 """
 
 import argparse
@@ -220,16 +220,15 @@ def main() -> None:
         memory_rows({2: LAYOUTS[2][:4]})
         ranking()
         return
+    everything = not (args.predict or args.published)
+    if everything:
+        write_memory(memory_rows())
     predictions()
     if args.published:
         return
     layouts()
-    if args.predict:
-        figures()
-        return
-    memory = memory_rows()
-    ranking()
-    write_memory(memory)
+    if everything:
+        ranking()
     figures()
 
 

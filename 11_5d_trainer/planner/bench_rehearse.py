@@ -21,8 +21,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
+import plan_search  # noqa: E402
 from harness.figures import COLOURS, write_figure  # noqa: E402
 from harness.report import write_result  # noqa: E402
+from plan_memory import Layout  # noqa: E402
 from rehearse import GIB, arguments, cluster_of, config_of, planned, rehearse  # noqa: E402
 from test_rehearse import PLANTED, REAL, compared, with_planted  # noqa: E402
 
@@ -37,10 +39,6 @@ DRAWN += " --pp 4 --zero 1 --precision bf16-master"
 LIMIT = 120.0  # seconds of one core
 
 
-def words_of(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items()) or "plain"
-
-
 def small_rows() -> list[list[Any]]:
     """[ranks, layout, collectives and messages, bytes sent, peak by the meter, peak rehearsed], of the fullest rank."""
     rows = []
@@ -49,7 +47,8 @@ def small_rows() -> list[list[Any]]:
         rank = max(range(ranks), key=lambda r: sum(done.runs[r].bytes.values()))
         events, sent, kept, peak = measured[rank]
         here, there = sum(kept.values()) + peak, sum(done.runs[rank].bytes.values())
-        rows.append([ranks, words_of(words), len(events), round(sum(sent.values())), here, there])
+        layout = ", ".join(f"{name} {value}" for name, value in words.items())
+        rows.append([ranks, layout, len(events), round(sum(sent.values())), here, there])
     return rows
 
 
@@ -83,15 +82,12 @@ def large_rows() -> list[list[Any]]:
                 sys.exit(f"bench_rehearse.py: {name}, rank {run.rank} sends {dict(sent)}, planned was {formula}")
         fullest = max(done.runs.values(), key=lambda run: sum(run.bytes.values()))
         here, there = sum(fullest.bytes.values()), planned(done, fullest)[0]
-        layout = [f"dp {one.dp(args.ranks)}"]
-        layout += [f"{what} {getattr(one, what)}" for what in ("tp", "cp", "pp", "ep") if getattr(one, what) > 1]
-        layout += [f"zero {one.zero}", one.cp_kind if one.cp > 1 else "", one.schedule if one.pp > 1 else ""]
-        layout += [f"recompute {one.recompute}" if one.recompute != "none" else ""]
-        count, off = sum(len(run.ops) for run in done.runs.values()), round(100 * (there / here - 1), 2)
+        count, off = sum(len(run.ops) for run in done.runs.values()), round(100 * (there / here - 1), 2) or 0.0
         if not abs(off) <= 1:
             sys.exit(f"bench_rehearse.py: {name}, rank {fullest.rank}: {there:,} bytes planned, {here:,} rehearsed")
         total = round(sum(fullest.sent().values()) / 1e9, 2)
-        cells = [name, args.ranks, ", ".join(filter(None, layout)), len(done.runs), count]
+        layout = plan_search.name(Layout.of(done.config, sizes, args.ranks))
+        cells = [name, args.ranks, layout, len(done.runs), count]
         assert done.timeline and done.step
         clock = [round(done.timeline.seconds, 2), round(done.step.seconds, 2)]
         rows.append([*cells, round(here / GIB, 2), round(there / GIB, 2), off, total, *clock])

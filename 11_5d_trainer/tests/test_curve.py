@@ -10,7 +10,7 @@ import curve
 import pytest
 from data import load_corpus
 from options import Config
-from test_train import TEXT, arguments, train_on
+from test_train import TEXT
 
 # Falls from 5 to 1 in eleven steps; validated at the start and at the end.
 LOG = [{"step": 0, "val_loss": 5.0}]
@@ -72,27 +72,6 @@ def test_the_command_draws_the_log_of_a_run_whose_last_line_is_half_written(tmp_
     assert capsys.readouterr().err == f"curve.py: {tmp_path} holds no log.jsonl; give the folder of a run\n"
 
 
-@pytest.mark.prove
-def test_a_run_ends_with_its_curve_its_bits_per_byte_and_a_picture(tmp_path, monkeypatch, capsys):
-    (tmp_path / "numbers.txt").write_text(TEXT)
-    words = [*arguments(str(tmp_path / "numbers.txt"), steps=3), "--out", str(tmp_path / "run")]
-    log, folder = train_on(2, words)
-    assert (tmp_path / "run" / "loss.svg").read_text() == curve.as_svg(log, "run")
-    monkeypatch.setattr(sys, "argv", ["curve.py", folder])
-    curve.main()  # from the log on disk
-    assert capsys.readouterr().out == curve.in_terminal(log) + "\n"
-    (tmp_path / "run" / "loss.svg").unlink()
-    (tmp_path / "run" / "loss.svg").mkdir()
-    for where, line in (
-        (f"{tmp_path}", f"{tmp_path} holds no log.jsonl; give the folder of a run"),
-        (f"{folder}", f"{folder}/loss.svg cannot be written (Is a directory)"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["curve.py", where])
-        with pytest.raises(SystemExit, match="2"):
-            curve.main()
-        assert capsys.readouterr().err == f"curve.py: {line}\n"
-
-
 def test_bits_per_byte_are_known_for_text_and_not_for_tokens_of_a_stranger(tmp_path):
     assert curve.bits_per_byte(math.log(2), 1.0) == 1.0
     assert curve.bits_per_byte(4 * math.log(2), 0.25) == pytest.approx(1.0)  # tokens of four bytes
@@ -100,4 +79,3 @@ def test_bits_per_byte_are_known_for_text_and_not_for_tokens_of_a_stranger(tmp_p
     assert load_corpus(Config(data=str(tmp_path / "numbers.txt"), seq_len=16)).tokens_per_byte == 1.0
     (tmp_path / "ids.bin").write_bytes(bytes(4000))
     assert load_corpus(Config(data=str(tmp_path / "ids.bin"), seq_len=16, vocab_size=300)).tokens_per_byte is None
-    assert json.dumps(curve.points(LOG)[1]) == "[[0, 5.0], [10, 1.0]]"

@@ -5,7 +5,6 @@ import gzip
 import lzma
 import re
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -126,7 +125,8 @@ def test_token_ids_of_another_width_are_refused(written, read, vocabulary, tmp_p
     ids = torch.randint(vocabulary, (4000,), generator=torch.Generator().manual_seed(0))
     raw = b"".join(int(i).to_bytes(8 if written == "int64" else 4, sys.byteorder) for i in ids)
     (tmp_path / "ids.bin").write_bytes(raw)
-    with pytest.raises(UsageError, match=f"ids.bin is read as {read} but looks like .*int64|looks like uint32"):
+    wider = {"uint16": "uint32 or int64", "uint32": "int64"}[read]
+    with pytest.raises(UsageError, match=f"ids.bin is read as {read} but looks like {wider}; "):
         load_corpus(Config(data=str(tmp_path / "ids.bin"), bin_dtype=read, vocab_size=200_000, seq_len=8))
 
 
@@ -153,10 +153,13 @@ def test_every_seed_and_epoch_has_an_order_of_its_own():
     assert len(orders) == 144
 
 
-@pytest.mark.parametrize("tokens", range(1, 51))
-def test_windows_of_any_length_of_text_end_with_its_last_label_at_most(tokens):
-    row = Row(torch.arange(tokens))
-    with nullcontext() if tokens > 16 else pytest.raises(UsageError, match=f"has {tokens} training tokens, too few"):
+def test_windows_of_any_length_of_text_end_with_its_last_label_at_most():
+    for tokens in range(1, 17):
+        row = Row(torch.arange(tokens))
+        with pytest.raises(UsageError, match=f"has {tokens} training tokens, too few"):
+            check_corpus(Corpus((row,), (row,), tokens, str), Config(seq_len=16))
+    for tokens in range(17, 51):
+        row = Row(torch.arange(tokens))
         check_corpus(Corpus((row,), (row,), tokens, str), Config(seq_len=16))
         with pytest.raises(UsageError, match=f"has token id {tokens - 1}, beyond --vocab-size {tokens - 1}"):
             check_corpus(Corpus((row,), (row,), tokens - 1, str), Config(seq_len=16))

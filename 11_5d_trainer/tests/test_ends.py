@@ -163,7 +163,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_the_run_stops_or_skips_as_as
 
 
 def ended(runs):
-    """Codes and errors of runs that a rank ends by itself. Of their data, every 46th token is looked at before."""
+    """Codes and errors of runs that a rank ends by itself. Few of their tokens are looked at before (SCAN)."""
     for words in runs:
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import types
@@ -79,7 +78,7 @@ def several_in_one():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_functions_that_stand_for_several_are_used_by_the_rule_that_parts_py_states():
+def test_functions_that_stand_for_several_are_used_by_the_rule_that_ops_py_states():
     assert run_ranks(1, several_in_one) == [SEVERAL]
 
 
@@ -151,24 +150,16 @@ def with_several_in_one(words, want):
     from fused_loss import linear_cross_entropy
     from llama import linears_of_one_input
 
-    made, calls = step_module.make_parts, [0, 0, 0]
+    plain = {"linears": linears_of_one_input, "add_norm": add_rms_norm, "linear_cross_entropy": linear_cross_entropy}
+    several = {name: mock.Mock(wraps=function) for name, function in plain.items()}
+    made = step_module.make_parts
 
-    def counted(index, function):
-        def call(*arguments):
-            calls[index] += 1
-            return function(*arguments)
+    def with_several(*given, **options):
+        return dataclasses.replace(made(*given, **options), **several)
 
-        return call
-
-    several = [counted(*each) for each in enumerate((linears_of_one_input, add_rms_norm, linear_cross_entropy))]
-    names = ("linears", "add_norm", "linear_cross_entropy")
-    more = dict(zip(names, several, strict=True))
-    step_module.make_parts = lambda *arguments, **options: dataclasses.replace(made(*arguments, **options), **more)
-    try:
+    with mock.patch.object(step_module, "make_parts", with_several):
         fuzz.compare_on_ranks([words], [want], SIZES, show=False)
-    finally:
-        step_module.make_parts = made
-    return calls
+    return [function.call_count for function in several.values()]
 
 
 SEVERAL_LAYOUTS = [
@@ -322,28 +313,16 @@ def gradients_by(kernels, words):
     import flash_attention_cuda
     import matmul_ladder
 
-    calls = {"product": 0, "across": 0, "attention": 0}
-
-    def counted(what, function):
-        def call(*arguments, **options):
-            calls[what] += 1
-            return function(*arguments, **options)
-
-        return call
-
-    def launch(source, function, *arguments, **options):
-        calls["across"] += function == "run_matmul_across"
-        return product(source, function, *arguments, **options)
-
-    matmul, run, product = cuda_parts.matmul, flash_attention_cuda.call, matmul_ladder.call
-    matmul_ladder.call = launch
-    cuda_parts.matmul, flash_attention_cuda.call = counted("product", matmul), counted("attention", run)
-    try:
+    with (
+        mock.patch.object(cuda_parts, "matmul", wraps=cuda_parts.matmul) as product,
+        mock.patch.object(flash_attention_cuda, "call", wraps=flash_attention_cuda.call) as attention,
+        mock.patch.object(matmul_ladder, "call", wraps=matmul_ladder.call) as launch,
+    ):
         me, batches = fuzz.made([*words, "--kernels", kernels], ONE_LAYER, fuzz.plain_sgd)
         step_module.train_step(me, batches())
-        return {name: g.double() for name, g in whole_gradients(me).items()}, calls
-    finally:
-        cuda_parts.matmul, flash_attention_cuda.call, matmul_ladder.call = matmul, run, product
+        found = {name: g.double() for name, g in whole_gradients(me).items()}
+    across = sum(call.args[1] == "run_matmul_across" for call in launch.call_args_list)
+    return found, {"product": product.call_count, "across": across, "attention": attention.call_count}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
@@ -371,7 +350,7 @@ def test_with_chapter_09s_cuda_every_gradient_is_as_near_to_float64_as_with_torc
         )
 
 
-def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(monkeypatch):
+def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(tmp_path, monkeypatch):
     config, gpu = Config(kernels="cuda", precision="bf16"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
@@ -381,10 +360,9 @@ def test_cuda_is_refused_on_an_older_gpu_and_without_nvcc(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="is built by nvcc, which is not on the PATH"):
         checks.check_cuda(config, 64, gpu)
-    monkeypatch.undo()
-    if shutil.which("nvcc"):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        checks.check_cuda(config, 64, gpu)
+    (tmp_path / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    checks.check_cuda(config, 64, gpu)
 
 
 # ----------------------------------------------------------------------------------------------------- torch.compile

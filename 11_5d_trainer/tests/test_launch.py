@@ -28,11 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "11_5d_trainer"
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return fuzz.write_text(tmp_path_factory.mktemp("data"))
-
-
 BAD = [
     (
         "--nproc_per_node 4 train.py --tp 3",

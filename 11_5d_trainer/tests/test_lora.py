@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 STEPS, RANK, ALPHA = 5, 4, 6.0
 
 
-def adapted(text, folder, tmp_path, *words, **changes):
+def adapted(text, folder, *words, **changes):
     options = dict(steps=STEPS, warmup=0, lr=LR, min_lr=LR, clip=CLIP, eval_samples=8, keep=9) | changes
     return [*arguments(text, **options), "--init", folder, "--lora-rank", str(RANK), "--lora-alpha", str(ALPHA), *words]
 
@@ -106,7 +106,7 @@ def by_transformers_and_torch(folder, text):
     ("ranks", "layout"), [(1, ""), (4, "--tp 2 --sequence-parallel --zero 3"), (2, "--pp 2 --zero 1")]
 )
 def test_adapters_of_a_folder_learn_as_with_transformers_and_come_back_merged(ranks, layout, folder, text, tmp_path):
-    words = adapted(text, folder, tmp_path, *layout.split(), "--out", str(tmp_path / "run"))
+    words = adapted(text, folder, *layout.split(), "--out", str(tmp_path / "run"))
     log, home = run_ranks(ranks, run, words, {})[0]
     want, weights = by_transformers_and_torch(folder, text)
     assert_same(f64(list(losses(log).values())), want, 1e-10, "losses and norms by step")
@@ -122,7 +122,7 @@ def test_adapters_of_a_folder_learn_as_with_transformers_and_come_back_merged(ra
 @pytest.mark.prove
 def test_a_run_of_adapters_goes_on_in_another_layout_without_its_folder(folder, text, tmp_path):
     mine = shutil.copytree(folder, tmp_path / "base")
-    words = adapted(text, str(mine), tmp_path, "--out", str(tmp_path / "run"), save_every=2)
+    words = adapted(text, str(mine), "--out", str(tmp_path / "run"), save_every=2)
     log, home = run_ranks(2, run, [*words, "--zero", "3"], {})[0]
     shutil.rmtree(mine)
     path = tmp_path / "run" / "checkpoints" / "step-000002"
@@ -133,7 +133,7 @@ def test_a_run_of_adapters_goes_on_in_another_layout_without_its_folder(folder, 
     again, _ = run_ranks(4, run, ["--resume", str(path), "--zero", "2", "--tp", "2"], {})[0]
     for step in range(3, STEPS + 1):
         assert_same(losses(again)[step][0], losses(log)[step][0], 1e-10, f"loss of step {step}")
-    first, last = (load_file(f"{folder}/model.safetensors"), None)
+    first = load_file(f"{folder}/model.safetensors")
     hf.export(home, str(tmp_path / "out"))
     last = load_file(tmp_path / "out" / "model.safetensors")
     same = {name for name in first if torch.equal(first[name].double(), last[name].double())}
@@ -142,7 +142,7 @@ def test_a_run_of_adapters_goes_on_in_another_layout_without_its_folder(folder, 
 
 @pytest.mark.prove
 def test_bf16_adapters_have_masters_and_the_base_has_none(folder, text, tmp_path):
-    words = adapted(text, folder, tmp_path, "--zero", "1", "--out", str(tmp_path / "run"), precision="bf16-master")
+    words = adapted(text, folder, "--zero", "1", "--out", str(tmp_path / "run"), precision="bf16-master")
     _, home = run_ranks(2, run, words, {})[0]
     hf.export(home, str(tmp_path / "wide"), torch.float32)
     hf.export(home, str(tmp_path / "narrow"))
@@ -165,9 +165,9 @@ def first_weights(words):
     return full_state(me.owners, me.model, me.mesh)["weights"]
 
 
-def test_a_run_of_adapters_begins_with_the_weights_of_its_folder(folder, text, tmp_path):
+def test_a_run_of_adapters_begins_with_the_weights_of_its_folder(folder, text):
     sent = load_file(f"{folder}/model.safetensors")
-    for weights in run_ranks(2, first_weights, adapted(text, folder, tmp_path, "--tp", "2", "--zero", "1")):
+    for weights in run_ranks(2, first_weights, adapted(text, folder, "--tp", "2", "--zero", "1")):
         assert sent.keys() == {name for name in weights if ".lora_" not in name}
         assert all(torch.equal(weights[name], weight.double()) for name, weight in sent.items())
         assert not any(weight.any() for name, weight in weights.items() if ".lora_B" in name), "W x at first"
@@ -183,33 +183,19 @@ def test_a_merged_weight_is_the_weight_and_the_scaled_product_of_its_factors():
     assert torch.equal(hf.merged(low, 2.5, "q.weight"), wide.bfloat16()), "rounded once"
 
 
-def test_options_that_cannot_go_with_adapters_are_refused_in_one_line(folder, text, tmp_path):
-    plain = arguments(text)
-    with_init = [*plain, "--init", folder]
-    two = ["--lora-rank", "2"]
+def test_options_that_cannot_go_with_adapters_are_refused_in_one_line(folder, text):
+    words = [*arguments(text), "--init", folder]
     cases = [
-        (plain, two, r"^--lora-rank 2 adapts a model that is there; add --init FOLDER$"),
-        (with_init, ["--lora-rank", "-1"], r"^--lora-rank -1 must not be negative$"),
-        (
-            with_init,
-            ["--lora-rank", "25"],
-            r"^--lora-rank 25 is more than the 24 of a linear layer's side; use at most",
-        ),
-        (with_init, [*two, "--lora-alpha", "nan"], r"^--lora-alpha nan must be a \w+ number$"),
-        (with_init, [*two, "--lora-alpha", "0"], r"^--lora-alpha 0.0 must be a positive number$"),
-        (
-            with_init,
-            ["--lora-alpha", "2"],
-            r"^--lora-alpha 2.0: there are no adapters; add --lora-rank 8, or leave it ",
-        ),
+        ("--lora-rank -1", r"^--lora-rank -1 must not be negative$"),
+        ("--lora-rank 25", r"^--lora-rank 25 is more than the 24 of a linear layer's side; use at most"),
+        ("--lora-rank 2 --lora-alpha nan", r"^--lora-alpha nan must be a \w+ number$"),
+        ("--lora-rank 2 --lora-alpha 0", r"^--lora-alpha 0.0 must be a positive number$"),
+        ("--lora-rank 2 --precision fp8-tensor", "^--lora-rank 2 cannot go with --precision fp8-tensor"),
     ]
     for other in ("--tp-overlap --tp 2", "--fpdt-chunks 2", "--compile", "--meter", "--kernels cuda"):
-        cases.append((with_init, [*two, *other.split()], rf"^--lora-rank 2 cannot go with {other.split()[0]}"))
-    cases.append(
-        (with_init, [*two, "--precision", "fp8-tensor"], "^--lora-rank 2 cannot go with --precision fp8-tensor")
-    )
-    train.prepare([*with_init, "--lora-rank", "24"], 1)
-    scaled = train.prepare([*with_init, "--lora-rank", "4", "--lora-alpha", "6"], 1).model
+        cases.append((f"--lora-rank 2 {other}", rf"^--lora-rank 2 cannot go with {other.split()[0]}"))
+    train.prepare([*words, "--lora-rank", "24"], 1)
+    scaled = train.prepare([*words, "--lora-rank", "4", "--lora-alpha", "6"], 1).model
     assert (scaled.lora_rank, scaled.lora_scale) == (4, 1.5)
-    for words, more, line in cases:
-        assert re.search(line, refusal([*words, *more], 2 if "--tp" in more else 1))
+    for more, line in cases:
+        assert re.search(line, refusal([*words, *more.split()], 2 if "--tp" in more else 1))

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from itertools import pairwise, product
+from unittest import mock
 
 import fuzz
 import generate
@@ -45,13 +46,11 @@ def prepared(capsys, *words):
 
 
 def command(capsys, *words):
-    old, sys.argv = sys.argv, ["prepare.py", *map(str, words)]
-    try:
-        code = prepare.main()
-    except SystemExit as end:
-        code = end.code
-    finally:
-        sys.argv = old
+    with mock.patch.object(sys, "argv", ["prepare.py", *map(str, words)]):
+        try:
+            code = prepare.main()
+        except SystemExit as end:
+            code = end.code
     return code, *capsys.readouterr()
 
 
@@ -232,9 +231,8 @@ SPOILED = {
 def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokens")
     (folder / "a.txt").write_text("\n".join(STORIES))
-    old, sys.argv = sys.argv, ["prepare.py", str(folder / "a.txt"), "--out", str(folder / "out")]
-    prepare.main()
-    sys.argv = old
+    with mock.patch.object(sys, "argv", ["prepare.py", str(folder / "a.txt"), "--out", str(folder / "out")]):
+        prepare.main()
     return folder / "out"
 
 
@@ -694,12 +692,15 @@ def test_documents_in_any_layout_are_those_that_one_process_sees_one_by_one(whic
 # ---------------------------------------------------------------------------------------------------------- Parquet
 
 
-def test_parquet_is_read_by_pyarrow_or_says_what_it_needs(stories, capsys):
-    if not importlib.util.find_spec("pyarrow"):
-        (stories / "a.parquet").write_bytes(b"PAR1")
-        code, _, err = command(capsys, stories / "a.parquet", "--out", stories / "out")
-        assert (code, err) == (2, f"prepare.py: {stories}/a.parquet needs pyarrow; pip install pyarrow\n")
-        return
+def test_parquet_without_pyarrow_says_what_it_needs(stories, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (stories / "a.parquet").write_bytes(b"PAR1")
+    code, _, err = command(capsys, stories / "a.parquet", "--out", stories / "out")
+    assert (code, err) == (2, f"prepare.py: {stories}/a.parquet needs pyarrow; pip install pyarrow\n")
+
+
+def test_parquet_is_read_by_pyarrow(stories, capsys):
+    pytest.importorskip("pyarrow")
     import pyarrow
     import pyarrow.parquet
 

@@ -72,18 +72,6 @@ def test_the_newest_checkpoints_and_the_best_are_kept(text, tmp_path):
     assert [checkpoint.step_of(path) for path in checkpoint.complete(Path(folder))] == [2, 6, 8]
 
 
-@pytest.mark.prove
-def test_the_best_checkpoint_is_kept_beside_the_newest_and_found_by_its_name(text, tmp_path):
-    words = [*arguments(text, eval_every=1, save_every=0, keep=1), "--keep-best", "--out", str(tmp_path / "run")]
-    values = [1.0, 5.0, 4.0, 2.0, 3.0, 2.0, 2.5, 9.0, 9.0]  # that of step 0 does not count
-    _, folder = run_ranks(2, validated_as, values, words, SMALL)[0]
-    assert [path.name for path in checkpoint.complete(Path(folder))] == ["step-000003", "step-000008"]
-    _, path, progress, _ = checkpoint.find(f"{folder}/best")
-    assert (path.name, progress.val_loss) == ("step-000003", 2.0)
-    run_ranks(2, validated_as, [3.0, 1.5], ["--resume", folder, "--steps", "10"], SMALL)
-    assert [path.name for path in checkpoint.complete(Path(folder))] == ["step-000010"]  # 9 was no better than 3
-
-
 def evaluated(words, sizes):
     plan = train.prepare(words, dist.get_world_size())
     plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, **sizes))

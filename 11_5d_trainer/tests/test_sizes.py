@@ -155,13 +155,12 @@ def test_five_steps_of_a_folder_are_those_of_transformers_with_torchs_adamw_in_f
     sizes = hf.read_sizes(str(folder / kind))
     assert hf.read_sizes(str(tmp_path / "out")) == sizes
     assert sizes[1] != (0, 0) or parameters(sizes[0]) == sum(weight.numel() for weight in weights.values())
-    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     ours = read_by_ours(tmp_path / "out")
     with torch.no_grad():
-        assert_same(theirs(tokens).logits, ours(tokens), 1e-10, "logits of the export")
+        assert_same(theirs(TOKENS).logits, ours(TOKENS), 1e-10, "logits of the export")
     theirs.generation_config.eos_token_id = None
-    greedy = theirs.generate(tokens, max_new_tokens=8, do_sample=False)
-    assert torch.equal(generate.generate(ours, tokens, 8, 0, torch.Generator()), greedy), "tokens of the export"
+    greedy = theirs.generate(TOKENS, max_new_tokens=8, do_sample=False)
+    assert torch.equal(generate.generate(ours, TOKENS, 8, 0, torch.Generator()), greedy), "tokens of the export"
 
 
 # ------------------------------------------------------------------------------------------------ sizes, no weights
@@ -172,7 +171,7 @@ def planned(*words):
     return plan.model, plan.config
 
 
-def test_sizes_come_from_a_config_json_and_from_options_and_options_win(folder, tmp_path):
+def test_sizes_come_from_a_config_json_and_from_options_and_options_win(folder):
     data = ["--data", str(folder / "numbers.txt"), "--seq-len", "16"]
     theirs = LlamaConfig(256, 32, 2, 4, 2, 48, rope_theta=20000.0, norm_eps=1e-6, qkv_bias=True)
     assert planned(*data, "--config", str(folder / "qwen2" / "config.json"))[0] == theirs

@@ -1,7 +1,7 @@
 """The trainer in every layout: losses, gradients and weights of one process; and its grid of ranks.
 
 test_kernels.py has other kernels and precisions, test_data.py the data, test_resume.py what is resumed, test_ends.py
-how a run ends. All of them take their small runs from here.
+how a run ends. Most of them take their small runs from here.
 """
 
 import dataclasses
@@ -209,7 +209,7 @@ def test_validation_does_not_depend_on_the_layout_also_when_ranks_have_unequal_s
     assert all(abs(value["val_loss"] - values[0]["val_loss"]) < 1e-12 for value in values)
 
 
-def test_the_groups_are_those_that_the_picture_shows(text, capsys):
+def test_the_groups_are_those_that_the_picture_shows(text):
     groups = {
         name: ranks.tolist()
         for name, ranks in mesh.members(dict(zip(mesh.AXES, (2, 2, 2, 1, 2), strict=True)), 2).items()

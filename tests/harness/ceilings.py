@@ -135,12 +135,6 @@ def rate(work: float, seconds: Ratio) -> Ratio:
     return Ratio(work / seconds.median, work / seconds.high, work / seconds.low)
 
 
-def times_as_fast(seconds: Ratio, alternative: Ratio) -> Ratio:
-    """How many times as long the alternative takes; the quartiles are the two worst pairs of quartiles."""
-    low, high = alternative.low / seconds.high, alternative.high / seconds.low
-    return Ratio(alternative.median / seconds.median, low, high)
-
-
 def free_bytes(device: torch.device) -> int:
     """Free memory: other processes may use the same GPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else GIB

@@ -250,6 +250,12 @@ def bytes_on_the_wire(name: str, payload: int, size: int, rank: int = 0, root: i
     return sent // size if sent % size == 0 else sent / size
 
 
+def loopback_bytes() -> int:
+    """Bytes that the loopback interface has received so far, headers of TCP and IP included (Linux only)."""
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
 # operator -> (collective, index of the argument that holds the payload, whether that is one rank's part of it)
 _OPERATORS = {
     "c10d::allreduce_": ("all_reduce", 0, False),

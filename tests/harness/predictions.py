@@ -95,7 +95,7 @@ def product(gpu: Gpu | None, flops: float, kind: str = "bf16") -> float | None:
 #   the kernels of the core file           both groups of warps compute the scores: wrong below 0.85, they share them
 #   L2                                     never the bound at these tiles: wrong if a larger tile of the same work is
 #                                          faster by more than its instructions say
-L2_BYTES = 5120  # in a clock from the L2 cache of an H100 to all multiprocessors together
+L2_BYTES = 5120  # in a clock from the L2 cache of a Hopper GPU to all multiprocessors together (source: chapter 09)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,6 @@ def overlapped_attention(gpu: Gpu | None, B: int, S: int, N: int, D: int, causal
 # ----------------------------------------------------------------------------------------------- the ladder of products
 
 
-L2 = 5120  # bytes per clock from L2 to all multiprocessors of a Hopper GPU (chapter 09 has the source)
 FILL = 1e-6  # seconds from the start of a block to its first matmul: two reads of HBM, and a barrier
 
 
@@ -278,8 +277,8 @@ class Tiles:
         tiles = -(-M // (self.rows * self.cluster)) * -(-N // self.columns)
         at_once = gpu.processors // self.cluster * self.blocks
         waves = -(-tiles // at_once) * self.blocks  # the last one may be half empty
-        term = self.products(gpu) * max(1.0, self.asks(gpu) / L2)
-        store = self.exposed * gpu.processors * self.rows * self.columns * 2 / L2  # in 16 bits
+        term = self.products(gpu) * max(1.0, self.asks(gpu) / L2_BYTES)
+        store = self.exposed * gpu.processors * self.rows * self.columns * 2 / L2_BYTES  # in 16 bits
         seconds = waves * ((K * term + store) / (MULTIPLIED * gpu.clock) + self.fill)
         hbm = ((M + N) * K * self.size + 2 * M * N) / (COPIED * gpu.bandwidth)
         return START + max(seconds, hbm)
@@ -333,7 +332,7 @@ def ladder(gpu: Gpu | None, rung: str, M: int, N: int, K: int) -> float | None:
     if rung in LADDER:
         mine = LADDER[rung]
         clocks = max(mine.instructions / 4, mine.accesses) / 32 / gpu.clocks
-        l2 = 4 * (1 / mine.tile[0] + 1 / mine.tile[1]) / (L2 * MULTIPLIED * gpu.clock)
+        l2 = 4 * (1 / mine.tile[0] + 1 / mine.tile[1]) / (L2_BYTES * MULTIPLIED * gpu.clock)
         return START + M * N * K * max(clocks, l2)
     if rung in TENSOR and not (TENSOR[rung].size == 1 and gpu.fp8 is None):
         return TENSOR[rung].seconds(gpu, M, N, K)

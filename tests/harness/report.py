@@ -88,13 +88,14 @@ def paired(
 def processor_paired(a: Callable[[], Any], b: Callable[[], Any], repeats: int = 9) -> Ratio:
     """`paired` on ranks, in processor seconds of all of them and Gloo's threads: other programs do not add to it."""
     ratios = []
-    for repeat in range(repeats):
-        seconds = {fn: _processor_seconds(fn) for fn in ((a, b) if repeat % 2 else (b, a))}
-        ratios.append(seconds[a] / seconds[b])
+    for repeat in range(-2, repeats):  # two pairs to warm up
+        seconds = {fn: processor_seconds(fn) for fn in ((a, b) if repeat % 2 else (b, a))}
+        if repeat >= 0:
+            ratios.append(seconds[a] / seconds[b])
     return ratio_of(ratios)
 
 
-def _processor_seconds(fn: Callable[[], Any]) -> float:
+def processor_seconds(fn: Callable[[], Any]) -> float:
     dist.barrier()
     begin = time.process_time()
     fn()
@@ -102,6 +103,11 @@ def _processor_seconds(fn: Callable[[], Any]) -> float:
     spent = torch.tensor(time.process_time() - begin, dtype=torch.float64)
     dist.all_reduce(spent)
     return spent.item()
+
+
+def median_seconds(fn: Callable[[], Any], repeats: int) -> float:
+    """Median of the seconds of `fn()`, until the device is done, after two calls to warm up."""
+    return statistics.median([_seconds(fn, None) for _ in range(repeats + 2)][2:])
 
 
 def ratio_of(ratios: Sequence[float]) -> Ratio:
@@ -122,6 +128,16 @@ def _seconds(fn: Callable[[], Any], setup: Callable[[], Any] | None) -> float:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def option_given(*known: str) -> str:
+    """The only option on a benchmark's command line, or "". Anything else ends it in one line, with status 2."""
+    given = " ".join(sys.argv[1:])
+    if given not in ("", *known):
+        use = ", or ".join(("nothing", *known))
+        print(f"{Path(sys.argv[0]).name}: {given}: use {use}", file=sys.stderr)
+        sys.exit(2)
+    return given
 
 
 def device_name() -> str:
