@@ -300,7 +300,7 @@ def test_operators_match_the_table():
                 assert_same(grad, expected_grad, what=f"{name}: the gradient", rank=rank)
                 assert torch.equal(x, given), f"{name}: the input was overwritten"
                 assert nbytes == expected.nbytes, f"{name}: {nbytes} bytes stay in memory for {expected.nbytes}"
-        assert all(in_one_piece), "Gloo takes a message with gaps, NCCL sends it as it lies"
+        assert all(in_one_piece), "Gloo takes a message with gaps, NCCL refuses it"
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes

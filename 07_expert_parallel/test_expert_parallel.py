@@ -610,7 +610,6 @@ def check_with_an_error(what: str) -> list[str]:
         return expert_parallel.check(1, None, 8, dist.group.WORLD, torch.device("cpu"))
 
 
-@pytest.mark.always("NaN-largest error nan", "views-bytes stored", "small-largest error")
 @pytest.mark.parametrize(
     ("what", "words"),
     [

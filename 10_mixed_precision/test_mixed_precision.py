@@ -433,7 +433,7 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.prove
 @pytest.mark.parametrize(("what", "value"), [("losses", math.nan)])
-def test_the_check_fails_on_an_error_and_on_nan(what, value, monkeypatch):
+def test_the_check_fails_on_nan_in_a_loss(what, value, monkeypatch):
     original, calls = mp.train, []
     monkeypatch.setattr(mp, "RECIPES", {})
     assert mp.check(dist.group.WORLD, torch.device("cpu"))

@@ -293,11 +293,7 @@ def export(run: str, folder: str, dtype: torch.dtype | None = None, file_bytes: 
     Large models become several files of at most `file_bytes`; one of them is in memory at a time. In fp32, a run of
     bf16-master gives its master weights. Raises UsageError without a checkpoint, or if `folder` holds a run.
     """
-
-    def write(home: Path, path: Path, progress: checkpoint.Progress) -> str:
-        return write_model(run, home, path, progress, Path(folder), dtype, file_bytes)
-
-    return checkpoint.read_newest(run, write)
+    return checkpoint.read_newest(run, partial(write_model, run, Path(folder), dtype, file_bytes))
 
 
 def end_of_text(home: Path, progress: checkpoint.Progress) -> int | None:
@@ -310,12 +306,12 @@ def end_of_text(home: Path, progress: checkpoint.Progress) -> int | None:
 
 def write_model(
     run: str,
-    home: Path,
-    path: Path,
-    progress: checkpoint.Progress,
     out: Path,
     dtype: torch.dtype | None,
     file_bytes: int,
+    home: Path,
+    path: Path,
+    progress: checkpoint.Progress,
 ) -> str:
     config = Config(**progress.config)
     sizes = LlamaConfig(**progress.sizes)

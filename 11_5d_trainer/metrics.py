@@ -186,12 +186,9 @@ def held_by_formula(me: Trainer) -> Bytes:
                 for kind, (states, gradient) in {"gradients": (0, g), "optimizer": (k, 0)}.items():
                     total[f"{kind}, host"] += numel * bytes_apart(stage, P, states, e, gradient)[1]
                 continue
-            for kind, (states, weight, gradient) in {
-                "weights": (0, e, 0),
-                "gradients": (0, 0, g),
-                "optimizer": (k, 0, 0),
-            }.items():
-                total[kind] += numel * bytes_per_parameter(stage, P, states, weight, gradient)
+            total["weights"] += numel * bytes_per_parameter(stage, P, 0, e, 0)
+            total["gradients"] += numel * bytes_per_parameter(stage, P, 0, 0, g)
+            total["optimizer"] += numel * bytes_per_parameter(stage, P, k, 0, 0)
     return dict(total)
 
 

@@ -631,11 +631,10 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: list[str]) -> dict[str, Any]:
     """The options that are on the command line, and no others: a resumed run takes the rest from its checkpoint."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = _Parser(
         "train.py",
         usage="torchrun --nproc_per_node RANKS 11_5d_trainer/train.py [options]",
-        formatter_class=formatter,
+        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         description="Train a Llama, or a mixture of experts. Without options: a tiny one, data parallel, on the source "
         "of Python's standard library.",
@@ -649,17 +648,13 @@ def parse(arguments: list[str]) -> dict[str, Any]:
             group = parser.add_argument_group(GROUPS[field.name])
         if field.type is bool:
             both = argparse.BooleanOptionalAction  # --no-...: a resumed run may turn it off
-            group.add_argument(flag(field.name), action=both, default=argparse.SUPPRESS, help=about["help"])
+            group.add_argument(flag(field.name), action=both, help=help)
         else:
-            kind: Any = field.type
-            choices = about["choices"]
-            default = argparse.SUPPRESS
             values = {"nargs": "?", "const": about["bare"]} if about["bare"] else {}
-            group.add_argument(flag(field.name), type=kind, choices=choices, default=default, help=help, **values)
+            group.add_argument(flag(field.name), type=field.type, choices=about["choices"], help=help, **values)
     parser.add_argument(
         "--options",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="options from a .toml (examples/) or from a run's config.json; those on the command line win",
     )
     found = vars(parser.parse_args(arguments))

@@ -196,18 +196,10 @@ def check_planned(config: Config, sizes: LlamaConfig, world_size: int, timed: bo
             raise UsageError(f"{option} cannot be planned: the formulas do not know {what}; leave it out")
 
 
-SAME: tuple[str, ...] = (
-    "tp",
-    "sequence_parallel",
-    "pp",
-    "schedule",
-    "stages_per_rank",
-    "zero",
-    "ep",
-    "micro_batch",
-    "seq_len",
+SAME = (
+    *("tp", "sequence_parallel", "pp", "schedule", "stages_per_rank", "zero", "ep", "micro_batch", "seq_len"),
+    *("recompute", "precision", "fpdt_chunks", "tp_overlap"),
 )
-SAME += ("recompute", "precision", "fpdt_chunks", "tp_overlap")
 
 
 @dataclass(frozen=True)
@@ -249,9 +241,7 @@ def stage_layers(layout: Layout, layers: int, rank: int) -> list[range]:
     return [layers_of(stage, schedule.stages, layers) for stage in stages]
 
 
-@lru_cache(maxsize=256)
-def built(name: str, pp: int, micro_batches: int, stages_per_rank: int) -> Schedule:
-    return build_schedule(name, pp, micro_batches, stages_per_rank)
+built = lru_cache(maxsize=256)(build_schedule)
 
 
 def schedule_of(layout: Layout) -> Schedule:
@@ -613,23 +603,16 @@ def kept_for_weights(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, 
     return len(layers) * block + ends
 
 
-def behind_experts(model: LlamaConfig, moe: MoEConfig | None, layout: Layout) -> int:
-    """Bytes that a block saves after its last matmul: rows of experts, during and after the combine."""
-    e = widths(layout.precision).activation
-    return 3 * moe.top_k * layout.outer_tokens * model.hidden * e if moe else 0
-
-
 def gone_after_b(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, layers: range) -> Bytes:
     """Bytes of a stage's activations that only B needs: those after its last matmul. W does not use them."""
     if layers.stop == model.layers:
         what = "log-probabilities"
         return {what: around(model, layout, False, True)[what]}
-    return {"blocks": behind_experts(model, moe, layout)}
+    e = widths(layout.precision).activation  # of a block: rows of experts, during and after the combine
+    return {"blocks": 3 * moe.top_k * layout.outer_tokens * model.hidden * e if moe else 0}
 
 
-def passing_weights(
-    model: LlamaConfig, moe: MoEConfig | None, layout: Layout, weights: list[Weight]
-) -> dict[str, Bytes]:
+def passing_weights(layout: Layout, weights: list[Weight]) -> dict[str, Bytes]:
     """Weights and gradients that are full for a while, by moment: the loss, a block, the end of backward."""
     width = widths(layout.precision).weight
     moments: dict[str, Bytes] = {"loss": {}, "block": {}, "end": {}}
@@ -677,7 +660,7 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
     if layout.precision in AUTOCAST:  # operands of matmuls, until backward
         stays["weights in 16 bits"] = 2 * sum(weight.numel for weight in weights)
     stays["tokens and labels"] = layout.micro_batches * 2 * layout.tokens * 8
-    passing = passing_weights(model, moe, layout, weights)
+    passing = passing_weights(layout, weights)
     if layout.fpdt_chunks:
         tables = {"RoPE tables": layout.seq_len // layout.cp * model.head_dim * 4}
         chunks = fpdt_working_set(model, layout)
@@ -694,11 +677,8 @@ def peak(model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 
         now["messages"] = messages
         outside = {what: int(size * late) for what, size in passing[MOMENT.get(moment, moment)].items()}
         found.append(stays | now | outside)
-    found.append(
-        stays
-        | {"working set": 2 * layout.outer_tokens * model.hidden * widths(layout.precision).activation}
-        | passing["end"]
-    )
+    streams = 2 * layout.outer_tokens * model.hidden * widths(layout.precision).activation
+    found.append(stays | {"working set": streams} | passing["end"])
     return {what: size for what, size in max(found, key=lambda each: sum(each.values())).items() if size}
 
 

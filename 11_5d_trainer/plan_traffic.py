@@ -75,13 +75,7 @@ class Flow:
 
 
 def flows(
-    model: LlamaConfig,
-    moe: MoEConfig | None,
-    layout: Layout,
-    rank: int = 0,
-    *,
-    p2p_reduce: bool = False,
-    fine: bool = True,
+    model: LlamaConfig, moe: MoEConfig | None, layout: Layout, rank: int = 0, *, p2p_reduce: bool = False
 ) -> list[Flow]:
     """All messages of one step of a rank on pipeline place `rank`.
 

@@ -178,12 +178,11 @@ class Encoder:
         learned = bytearray()
         size = 0
         shaped = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-        for message in messages if shaped else ():
-            role = message.get("role")
-            content = message.get("content")
-            if not (isinstance(role, str) and isinstance(content, str)):
-                shaped = False
-                break
+        if not shaped or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
+            raise UsageError(f'{where}: "messages" is no list of objects with "role" and "content", both text')
+        for message in messages:
+            role = message["role"]
+            content = message["content"]
             if any(mark in text for mark in (START, END, "\0") for text in (role, content)):
                 raise UsageError(
                     f"{where}: a message contains {START}, {END} or a 0, which mark its borders; remove it"
@@ -194,8 +193,6 @@ class Encoder:
                 ids.extend(part)
                 learned += bytes([learn]) * len(part)
                 size += len(text.encode())
-        if not shaped:
-            raise UsageError(f'{where}: "messages" is no list of objects with "role" and "content", both text')
         if not any(learned):
             raise UsageError(f"{where}: no message is the assistant's, so there is nothing to learn")
         return ids.tobytes(), bytes(learned), size

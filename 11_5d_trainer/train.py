@@ -56,19 +56,7 @@ from mesh import picture
 from metrics import Watch, check_boards, peak_memory
 from model import EXPERTS, PRESETS, full_shapes, is_adapter
 from ops import weight_dtype
-from options import (
-    SIZES,
-    Config,
-    NothingLeft,
-    RunEnds,
-    UsageError,
-    check_folder,
-    flag,
-    fresh,
-    merge,
-    parse,
-    settle,
-)
+from options import SIZES, Config, NothingLeft, RunEnds, UsageError, check_folder, flag, fresh, merge, parse, settle
 from sources import as_numbers
 from step import (
     Batch,

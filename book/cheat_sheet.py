@@ -6,7 +6,6 @@ The page in the repository links to files and names the symbol; that of the web 
 """
 
 import re
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -125,4 +124,4 @@ def one_page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    print(f"wrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}", file=sys.stdout)
+    print(f"wrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}")

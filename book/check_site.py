@@ -16,15 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
-FETCHED = {
-    "script": "src",
-    "img": "src",
-    "iframe": "src",
-    "source": "src",
-    "video": "src",
-    "audio": "src",
-    "object": "data",
-}
+FETCHED = dict.fromkeys(("script", "img", "iframe", "source", "video", "audio"), "src") | {"object": "data"}
 OUTSIDE = re.compile(r"^(https?:)?//")
 IN_STYLE = re.compile(r"@import\s+[\"']?(https?:)?//|url\(\s*[\"']?(https?:)?//")
 

@@ -6,7 +6,6 @@ The bars are the planner's bytes (plan_memory.py, plan_traffic.py): what a rank 
 process would hold for the same samples in a micro-batch; and what it sends in a step, over the longest bar.
 """
 
-import sys
 from pathlib import Path
 
 from referees import Layout, LlamaConfig, MoEConfig, activations, flows, held, stage_layers
@@ -86,4 +85,4 @@ if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(drawing())
     for name, row in table().items():
-        print(f"{name:24}" + "".join(f"{column} {part:6.1%}  " for column, part in row.items()), file=sys.stdout)
+        print(f"{name:24}" + "".join(f"{column} {part:6.1%}  " for column, part in row.items()))

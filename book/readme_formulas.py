@@ -124,12 +124,8 @@ def ring_of_gradients(read: Read) -> Pairs:
 
 COLLECTIVES = ["broadcast_naive", "broadcast_tree", "scatter", "all_gather", "all_to_all"]
 COLLECTIVES += ["all_reduce_naive", "all_reduce_tree", "all_reduce_ring", "barrier"]
-TWINS = {
-    "broadcast_naive": "reduce_naive",
-    "broadcast_tree": "reduce_tree",
-    "scatter": "gather",
-    "all_gather": "reduce_scatter",
-}
+TWINS = {"broadcast_naive": "reduce_naive", "broadcast_tree": "reduce_tree"}
+TWINS |= {"scatter": "gather", "all_gather": "reduce_scatter"}
 
 
 def times_of_collectives(read: Read) -> Pairs:
@@ -207,7 +203,7 @@ def zero_by_hand(read: Read) -> Pairs:
 
 
 def kept_with_dropout(read: Read) -> Pairs:
-    c = tensor_parallel_config()
+    c = LlamaConfig(vocab_size=256, hidden=64, layers=2, heads=8, kv_heads=4, intermediate=192)
     B, S, H, D = 2, 32, c.hidden, c.hidden // c.heads
     for ranks, sequence in ((1, False), (2, True)):
         tp = SimpleNamespace(size=ranks, sequence_parallel=sequence)
@@ -216,10 +212,6 @@ def kept_with_dropout(read: Read) -> Pairs:
         outside = ranks if sequence else 1
         said = (norms + inputs) / outside + (q_out + k_v + lse + feed_forward) / ranks
         yield 4 * said, sum(kept_bytes(c, B, S, tp, 4).values())
-
-
-def tensor_parallel_config() -> LlamaConfig:
-    return LlamaConfig(vocab_size=256, hidden=64, layers=2, heads=8, kv_heads=4, intermediate=192)
 
 
 def pairs_of_layouts(read: Read) -> Pairs:

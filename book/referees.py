@@ -62,17 +62,8 @@ def wire(of: Layout, axis: str, *whats: str, rank: int = 0, moe: MoEConfig | Non
 def sizes(**more: float) -> dict[str, float]:
     c = MODEL
     known = {"H": c.hidden, "J": c.kv_heads * c.head_dim, "a": c.heads, "D": c.head_dim, "F": c.intermediate}
-    known |= {
-        "V": c.vocab_size,
-        "L": c.layers,
-        "b": 4,
-        "w": 4,
-        "g": 4,
-        "k": 8,
-        "T": BATCH * SEQUENCE,
-        "S_len": SEQUENCE,
-    }
-    return known | more
+    known |= {"V": c.vocab_size, "L": c.layers, "T": BATCH * SEQUENCE, "S_len": SEQUENCE}
+    return known | {"b": 4, "w": 4, "g": 4, "k": 8} | more
 
 
 def parameters(of: Layout) -> int:
@@ -92,18 +83,15 @@ def accumulation(recompute: bool = False) -> Verdict:
 def flash() -> Verdict:
     """Of what a block keeps: all that comes with the tokens of attention, and grows with them alone."""
     without = block_activations(MODEL, None, layout(), "none")
-    norms, feed_forward = (
-        2 * BATCH * SEQUENCE * (3 * MODEL.hidden * 4 + 4),
-        4 * BATCH * SEQUENCE * MODEL.intermediate * 4,
-    )
+    norms = 2 * BATCH * SEQUENCE * (3 * MODEL.hidden * 4 + 4)
+    feed_forward = 4 * BATCH * SEQUENCE * MODEL.intermediate * 4
     return Verdict(sizes(), [without - norms - feed_forward])
 
 
 def masters() -> Verdict:
     of = layout(dp=4, zero=1, precision="bf16-master")
-    return Verdict(
-        sizes(Psi=parameters(of), N=4), [sum(held(MODEL, None, of).values())], [wire(of, "data", *GRADIENTS)]
-    )
+    memory = sum(held(MODEL, None, of).values())
+    return Verdict(sizes(Psi=parameters(of), N=4), [memory], [wire(of, "data", *GRADIENTS)])
 
 
 # ------------------------------------------------------------------------------------------------- data, and ZeRO

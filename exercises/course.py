@@ -30,17 +30,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from checking import (
-    ROOT,
-    Chapter,
-    Course,
-    CourseError,
-    Report,
-    Row,
-    Script,
-    check,
-    read_submission,
-)
+from checking import ROOT, Chapter, Course, CourseError, Report, Row, Script, check, read_submission
 from harness import fences  # checking.py has put it on the path
 from pages import class_page, note, progress, written
 from sandbox import JudgeError, Limits, no_cell

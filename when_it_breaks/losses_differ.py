@@ -72,9 +72,8 @@ def on_ranks(cause: str) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients over the tokens of all ranks. `cause` is the mistake to make, "" for none."""
     rank, world = dist.get_rank(), dist.get_world_size()
     weights = weights_of(rank if cause == "start" else 0)
-    mine = (
-        slice(0, TOKENS // world) if cause == "batch" else slice(rank * TOKENS // world, (rank + 1) * TOKENS // world)
-    )
+    part = 0 if cause == "batch" else rank
+    mine = slice(part * TOKENS // world, (part + 1) * TOKENS // world)
     x, target, valid = (tensor[mine] for tensor in data())
     same = [ranks_that_agree(weight) for weight in weights]  # on every rank, for all weights
     if not all(same) and rank == 0:
@@ -109,10 +108,8 @@ def compare(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[Tensor
         error = ((mine - right).norm() / right.norm()).item()
         ratio = ((mine * right).sum() / right.square().sum()).item()  # the factor that fits best
         rest = ((mine - ratio * right).norm() / right.norm()).item()  # and the remaining difference
-        print(
-            f"{name:8} {error:9.1e} {ratio:9.4f}"
-            + (f"  and {rest:.1e} that no factor explains" if rest > 1e-10 else "")
-        )
+        more = f"  and {rest:.1e} that no factor explains" if rest > 1e-10 else ""
+        print(f"{name:8} {error:9.1e} {ratio:9.4f}{more}")
         if not error <= 1e-10:
             wrong.append(name)
             ratios.append(ratio if rest <= 1e-10 else float("nan"))

@@ -119,11 +119,8 @@ def main() -> int:
     if dist.get_rank() == 0:
         print("ms a step" + "".join(f"{part:>9}" for part in PARTS) + "  messages")
         for rank, row in enumerate(table):
-            print(
-                f"rank {rank:<4}"
-                + "".join(f"{1000 * s / STEPS:9.1f}" for s in row.tolist())
-                + f"{clock.messages // STEPS:10}"
-            )
+            times = "".join(f"{1000 * s / STEPS:9.1f}" for s in row.tolist())
+            print(f"rank {rank:<4}{times}{clock.messages // STEPS:10}")
         print(found or "PASS")
     dist.destroy_process_group()
     return int(bool(found))

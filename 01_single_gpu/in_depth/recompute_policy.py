@@ -220,10 +220,8 @@ def predicted(config: LlamaConfig, batch: int, seq: int, policies: Sequence[str]
 
 def predicted_on_host(config: LlamaConfig, batch: int, seq: int, policies: Sequence[str]) -> int:
     away = list(policies).count(HOST)
-    return (
-        away * block_bytes(config, batch, seq, "keep")
-        + (away > 0) * activations(config, batch, seq)["RoPE tables (fp32)"]
-    )
+    tables = activations(config, batch, seq)["RoPE tables (fp32)"]
+    return away * block_bytes(config, batch, seq, "keep") + (away > 0) * tables
 
 
 def curve(config: LlamaConfig, batch: int, seq: int) -> list[tuple[str, int, int]]:

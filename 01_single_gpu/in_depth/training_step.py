@@ -180,16 +180,14 @@ def generate(model: Llama, prompt: Tensor, n: int, temperature: float, generator
 # ------------------------------------------------------------------------------------------------------ profiling
 
 
-def profile_first_steps(
-    step: Callable[[], object], warm_up: Callable[[], object], folder: Path, steps: int = 2
-) -> Path:
-    """Run `step` `steps` times under torch.profiler and write folder/trace.json, which Chrome and Perfetto open.
+def profile_first_steps(step: Callable[[], object], warm_up: Callable[[], object], folder: Path) -> Path:
+    """Run `step` twice under torch.profiler and write folder/trace.json, which Chrome and Perfetto open.
 
     `warm_up` runs once before, unrecorded, because the first call of a kernel is slow. It must not touch the
     optimizer, or the recorded step would not be step 1.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    plan = schedule(wait=0, warmup=1, active=steps, repeat=1)
+    plan = schedule(wait=0, warmup=1, active=2, repeat=1)
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "trace.json"
     with profile(
@@ -200,7 +198,7 @@ def profile_first_steps(
     ) as profiler:
         warm_up()
         profiler.step()
-        for _ in range(steps):
+        for _ in range(2):
             step()
             profiler.step()
     return trace
@@ -433,12 +431,8 @@ def main() -> int:
     judged = args.steps >= 40
     last = statistics.fmean(losses[-10:])  # the loss of a single batch is noisy
     expected = f"last < {goal:.2f}" if judged else "(judged from 40 steps on)"
-    report.add(
-        "loss, first step -> mean of the last ten",
-        expected,
-        f"{losses[0]:.3f} -> {last:.3f}",
-        last < goal or (not judged and math.isfinite(last)),
-    )
+    right = last < goal or (not judged and math.isfinite(last))
+    report.add("loss, first step -> mean of the last ten", expected, f"{losses[0]:.3f} -> {last:.3f}", right)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     flops = step_flops(config, args.global_batch, args.seq, args.recompute)
     median = statistics.median(seconds)

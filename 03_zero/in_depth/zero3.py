@@ -53,27 +53,10 @@ from zero_stages import Bucket, Zero1, Zero2, all_gather, demo
 # What a dropped parameter still offers. Everything else would read memory that has been freed.
 ALLOWED_WITHOUT_VALUES = {
     *("grad", "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn", "_version"),
-    *(
-        "is_cuda",
-        "is_meta",
-        "is_sparse",
-        "itemsize",
-        "nbytes",
-        "names",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-    ),
-    *(
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "stride",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "untyped_storage",
-    ),
+    *("is_cuda", "is_meta", "is_sparse", "itemsize", "nbytes", "names"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    *("size", "dim", "numel", "nelement", "stride", "element_size"),
+    *("is_floating_point", "is_complex", "untyped_storage"),
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__hash__", "is_contiguous"),
 }
 
@@ -154,7 +137,6 @@ class Zero3(Zero2):
         group: dist.ProcessGroup,
         *,
         units: Iterable[nn.Module],
-        master: torch.dtype | None = None,
         keep: bool = True,
         prefetch: bool = True,
         **options: Any,
@@ -164,7 +146,7 @@ class Zero3(Zero2):
         self.in_backward = False
         self.units = [Unit(i, f"unit {i}", unit) for i, unit in enumerate(units)]
         self.root = Unit(len(self.units), "root", module)
-        super().__init__(module, optimizer, group, master=master, **options)  # hooks=, reduce_scatter=, all_gather=
+        super().__init__(module, optimizer, group, **options)  # master=, hooks=, reduce_scatter=, all_gather=
         for unit in [*self.units, self.root]:
             unit.module.register_forward_pre_hook(partial(self.before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self.after_forward, unit))
@@ -369,15 +351,6 @@ class Zero3(Zero2):
         self.round_weights(index)
         return []
 
-    def full_weights(self) -> dict[str, Tensor]:
-        names = self.everything
-        weights: dict[str, Tensor] = {}
-        for bucket, shard in self.weight_shards.items():
-            flat = shard.new_empty(bucket.padded)
-            all_gather(flat, shard, group=self.group)
-            weights.update((names[p], bucket.view(flat, p).clone()) for p in bucket.params)
-        return weights
-
     def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
         for bucket, shard in self.weight_shards.items():
             if bucket.params[0] not in self.names:
@@ -403,7 +376,6 @@ def make_zero(
     group: dist.ProcessGroup,
     *,
     units: Iterable[nn.Module] = (),
-    master: torch.dtype | None = None,
     **options: Any,
 ) -> Zero1:
     """The sharded optimizer of a stage. `units` (for stage 3) may be given at every stage."""
@@ -413,8 +385,8 @@ def make_zero(
     if stage == 3:
         if not units:
             raise ValueError("stage 3 without units would gather all weights at once; give units=model.layers, say")
-        return Zero3(module, optimizer, group, units=units, master=master, **options)
-    return (Zero1, Zero2)[stage - 1](module, optimizer, group, master=master, **options)
+        return Zero3(module, optimizer, group, units=units, **options)
+    return (Zero1, Zero2)[stage - 1](module, optimizer, group, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- demo

@@ -72,14 +72,12 @@ def grid(ranks: int, shards: int) -> tuple[list[list[int]], list[list[int]]]:
     return rows, columns
 
 
-def make_groups(shards: int, timeout: float = 60.0) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """My group of shards and my group of copies. All ranks of the world create all groups, in one order.
-
-    `timeout` in seconds: the default is the backend's (Gloo: half an hour), not the world's.
-    """
+def make_groups(shards: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """My group of shards and my group of copies. All ranks of the world create all groups, in one order."""
     mine: list[Any] = []
+    limit = timedelta(seconds=60)  # the default is the backend's (Gloo: half an hour), not the world's
     for groups in grid(dist.get_world_size(), shards):
-        made = [(ranks, dist.new_group(ranks, timeout=timedelta(seconds=timeout))) for ranks in groups]
+        made = [(ranks, dist.new_group(ranks, timeout=limit)) for ranks in groups]
         mine += [group for ranks, group in made if dist.get_rank() in ranks]
     return mine[0], mine[1]
 

@@ -122,21 +122,16 @@ def main() -> None:
     OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False).parse_checked()
     with world() as (group, device):
         ranks = dist.get_world_size(group)
-        rows: list[Row]
         if dist.get_rank(group) == 0:
             print("\n".join(paper_tables()))
             print(f"measured: a decoder in bf16 with AdamW on {ranks} {device.type} rank(s), not sharded\n")
         held, psi, _, sent = measure(0, group, device)
         must_hold = round(psi * bytes_per_parameter(0, ranks))
         must_send = bytes_sent(0, ranks, 2 * psi)
-        rows = [
+        same = abs(must_send - sent) < 1e-6
+        rows: list[Row] = [
             (f"stage 0: bytes held, Psi = {psi:,}", must_hold, held, must_hold == held),
-            (
-                "stage 0: bytes sent (payload x formula)",
-                f"{must_send:.0f}",
-                f"{sent:.0f}",
-                abs(must_send - sent) < 1e-6,
-            ),
+            ("stage 0: bytes sent (payload x formula)", f"{must_send:.0f}", f"{sent:.0f}", same),
         ]
         right = report(rows, group)
     sys.exit(0 if right else 1)

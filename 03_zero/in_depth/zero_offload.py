@@ -284,7 +284,6 @@ def make_offloaded(
     group: dist.ProcessGroup,
     *,
     units: Iterable[nn.Module] = (),
-    master: torch.dtype | None = None,
     **options: Any,
 ) -> Offload2:
     """`make_zero` with the optimizer on the host. ValueError for stage 1, which has full gradients."""
@@ -292,10 +291,10 @@ def make_offloaded(
         raise ValueError(f"stage {stage!r} is not offloaded; use 2 or 3")
     units = list(units)
     if stage == 2:
-        return Offload2(module, optimizer, group, master=master, **options)
+        return Offload2(module, optimizer, group, **options)
     if not units:
         raise ValueError("stage 3 without units would gather all weights at once; give units=model.layers, say")
-    return Offload3(module, optimizer, group, units=units, master=master, **options)
+    return Offload3(module, optimizer, group, units=units, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- demo

@@ -148,13 +148,12 @@ def make_overlapped(
     group: dist.ProcessGroup,
     *,
     units: Iterable[nn.Module] = (),
-    master: torch.dtype | None = None,
     **options: Any,
 ) -> Overlapped1:
     """`make_zero` for stages 1 and 2, with gathers that end in the next forward. (Stage 3 has no other gathers.)"""
     if type(stage) is not int or stage not in (1, 2):
         raise ValueError(f"stage {stage!r} has no gather in its step; use 1 or 2")
-    return (Overlapped1, Overlapped2)[stage - 1](module, optimizer, group, master=master, **options)
+    return (Overlapped1, Overlapped2)[stage - 1](module, optimizer, group, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- demo

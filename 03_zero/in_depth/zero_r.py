@@ -754,14 +754,8 @@ def buffer_rows(group: dist.ProcessGroup, device: torch.device) -> list[Row]:
     except OutOfMemoryInHeap as full:
         failed = str(full)
     replay(moved, BestFit(device_size - arenas))  # raises if it does not fit
-    rows.append(
-        (
-            f"a device of {device_size:,} bytes, without M_D",
-            "out",
-            "fits" if failed == "fits" else "out",
-            failed != "fits",
-        )
-    )
+    found = "fits" if failed == "fits" else "out"
+    rows.append((f"a device of {device_size:,} bytes, without M_D", "out", found, found == "out"))
     if dist.get_rank(group) == 0:
         print(f"without M_D on a device of {device_size:,} bytes: {failed}")
         print("with M_D on the same device: the step runs")
@@ -837,14 +831,8 @@ def main() -> None:
                 (f"{name}: bytes kept of {layers} layers", keeps, kept, keeps == kept),
                 (f"{name}: bytes sent (payload x formula)", f"{sends:.0f}", f"{sent:.0f}", abs(sends - sent) < 1e-6),
             ]
-        rows.append(
-            (
-                "P_a+cpu: bytes in host memory",
-                layers * piece,
-                offloaded.host.nbytes,
-                layers * piece == offloaded.host.nbytes,
-            )
-        )
+        held = offloaded.host.nbytes
+        rows.append(("P_a+cpu: bytes in host memory", layers * piece, held, held == layers * piece))
         if ranks > 1:
             rows.append(("P_a: traffic added", "1/12 < 10 %", f"{extra / traffic:.2%}", extra < 0.1 * traffic))
         if dist.get_rank(group) == 0:

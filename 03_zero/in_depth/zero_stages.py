@@ -70,14 +70,10 @@ class ExchangeAndSum:
         self.mine = slices[rank]
         self.arrived = flat.new_empty(ranks - 1, self.mine.numel())  # this rank's own slice is not sent
         others = [other for other in range(ranks) if other != rank]
-        self.works = [
-            work
-            for other, buffer in zip(others, self.arrived, strict=True)
-            for work in (
-                dist.isend(slices[other], group=group, group_dst=other),
-                dist.irecv(buffer, group=group, group_src=other),
-            )
-        ]
+        self.works = []
+        for other, buffer in zip(others, self.arrived, strict=True):
+            self.works.append(dist.isend(slices[other], group=group, group_dst=other))
+            self.works.append(dist.irecv(buffer, group=group, group_src=other))
         if not async_op:
             self.wait()
 
@@ -103,15 +99,11 @@ class SendToAll:
         slices = flat.view(ranks, -1)  # [N, S]
         if slices[rank].data_ptr() != mine.data_ptr():  # stage 3 stores its shard outside the flat buffer
             slices[rank].copy_(mine)
-        self.works = [
-            work
-            for other in range(ranks)
-            if other != rank
-            for work in (
-                dist.isend(mine, group=group, group_dst=other),
-                dist.irecv(slices[other], group=group, group_src=other),
-            )
-        ]
+        self.works = []
+        for other in range(ranks):
+            if other != rank:
+                self.works.append(dist.isend(mine, group=group, group_dst=other))
+                self.works.append(dist.irecv(slices[other], group=group, group_src=other))
         if not async_op:
             self.wait()
 

@@ -120,14 +120,12 @@ def start_gather(x: Tensor, tp: TensorParallel) -> UnderWay:
 # ------------------------------------------------------------------------------------------------------ the turns
 
 
-Arrive = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-
-
 @dataclass
 class Turn:
     """The work of one half in one sublayer, in forward or in backward."""
 
-    arrive: Arrive  # (stream, received sum) -> (stream, input of the gather)
+    # (stream, received sum) -> (stream, input of the gather)
+    arrive: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
     first: Callable[[Tensor], Tensor]  # of the gathered tensor
     second: Callable[[Tensor], Tensor]  # -> a partial sum
     names: tuple[str, str]

@@ -232,11 +232,7 @@ def sync_in_backward(model: nn.Module, group: dist.ProcessGroup) -> None:
     for name, shard in shards(model).items():
         p = model.get_parameter(name)
         if shard.partial and p.requires_grad:
-            p.register_hook(partial(summed_by_hook, shard=shard, group=group))
-
-
-def summed_by_hook(grad: Tensor, shard: Shard, group: dist.ProcessGroup) -> Tensor:
-    return sum_over_holders([grad], [shard], group)[0]
+            p.register_hook(lambda grad, shard=shard: sum_over_holders([grad], [shard], group)[0])
 
 
 # -------------------------------------------------------------------------------------------------------- the block
@@ -429,12 +425,9 @@ def reference_block(
     S = x.shape[1]
     groups = config.heads // config.kv_heads
     norm = rms_norm(x, w["input_layernorm.weight"], config.norm_eps)
-    q, k, v = (
-        F.linear(norm, w[f"self_attn.{name}_proj.weight"], w.get(f"self_attn.{name}_proj.bias")).unflatten(
-            -1, (-1, cos.shape[-1] * 2)
-        )
-        for name in "qkv"
-    )
+    names = [f"self_attn.{name}_proj" for name in "qkv"]
+    q, k, v = (F.linear(norm, w[f"{name}.weight"], w.get(f"{name}.bias")) for name in names)
+    q, k, v = (y.unflatten(-1, (-1, cos.shape[-1] * 2)) for y in (q, k, v))
     if "self_attn.q_norm.weight" in w:
         q, k = (rms_norm(y, w[f"self_attn.{n}_norm.weight"], config.norm_eps) for y, n in ((q, "q"), (k, "k")))
     q = apply_rope(q, cos, sin)

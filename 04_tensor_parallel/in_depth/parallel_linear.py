@@ -54,9 +54,7 @@ from torch.autograd.function import once_differentiable
 # Legend of shapes: B batch, S sequence, H hidden, F intermediate size, t ranks of the tensor group. S/t is S sharded
 # over that group. Weights are [out, in] as in nn.Linear, so the paper's A by columns is split in dim 0.
 Columns = tuple[Tensor, ...]
-all_gather_single = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name before torch 2.13
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

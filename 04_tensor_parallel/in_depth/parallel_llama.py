@@ -36,6 +36,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -246,10 +247,7 @@ def recomputed(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
     `checkpoint` restores the default generators, from which the keys of all masks are drawn.
     """
 
-    def run(*args: Tensor) -> Tensor:
-        return checkpoint(block, *args, use_reentrant=False)
-
-    return run
+    return partial(checkpoint, block, use_reentrant=False)
 
 
 # --------------------------------------------------------------------------------------------------- full state dict

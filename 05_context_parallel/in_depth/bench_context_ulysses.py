@@ -258,7 +258,7 @@ def main() -> None:
             "a ring sends",
         ],
         heads_rows(),
-        "Computed, not measured. Sent by a rank in forward, in units of its own part of q.",
+        "Sent by a rank in forward, in units of its own part of q.",
         computed=True,
     )
     write_result(
@@ -280,7 +280,7 @@ def main() -> None:
                 strict=True,
             )
         ],
-        "Computed, not measured here; the assumptions are those of `Machine` in context_ulysses.py.",
+        "The assumptions are those of `Machine` in context_ulysses.py.",
         computed=True,
     )
     figures()

@@ -162,9 +162,8 @@ class SwapKV(torch.autograd.Function):
         rows = x.movedim(2, 0)[[head for of in heads for head in of]].contiguous()  # [C, B, S/P, D], for rank 0, 1, ...
         received = rows.new_empty(P * sizes[rank], *rows.shape[1:])
         dist.all_to_all_single(received, rows, [sizes[rank]] * P, sizes, group=group)  # -> [P m, B, S/P, D]
-        return (
-            received.unflatten(0, (P, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
-        )  # -> [B, P, S/P, m, D] -> [B, S, m, D]
+        # -> [B, P, S/P, m, D] -> [B, S, m, D]
+        return received.unflatten(0, (P, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
     @staticmethod
     @once_differentiable

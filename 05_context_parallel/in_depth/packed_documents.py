@@ -160,10 +160,11 @@ def between_stripes(rank: int, owner: int, P: int, cu: Sequence[int], causal: bo
     return blocks
 
 
-def shifted(block: Block, length: int, by: int) -> Block:
-    """A block within a part of `length` tokens, shifted to the part's beginning at `by`."""
-    rows, columns = (range(length)[s] for s in (block.rows, block.columns))
-    return Block(slice(by + rows.start, by + rows.stop), slice(by + columns.start, by + columns.stop), block.causal)
+def shifted(block: Block, length: int, down: int, right: int) -> Block:
+    """A block within a part of `length` tokens, shifted to the beginnings of its queries and of its keys."""
+    rows = range(down, down + length)[block.rows]
+    columns = range(right, right + length)[block.columns]
+    return Block(slice(rows.start, rows.stop), slice(columns.start, columns.stop), block.causal)
 
 
 def packed_blocks(layout: str, cu: Sequence[int], rank: int, owner: int, P: int, causal: bool = True) -> list[Block]:
@@ -175,18 +176,15 @@ def packed_blocks(layout: str, cu: Sequence[int], rank: int, owner: int, P: int,
         for begin, end in pairwise(cu):
             length = (end - begin) // P
             block = block_of("zigzag", rank, owner, length, causal)
-            blocks += [shifted(block, length, begin // P)] if block else []
+            blocks += [shifted(block, length, begin // P, begin // P)] if block else []
         return blocks
     chunks = {r: (r, 2 * P - 1 - r) if layout == "zigzag" else (r,) for r in (rank, owner)}
     length = cu[-1] // P // len(chunks[rank])
     blocks = []
     for a, i in enumerate(chunks[rank]):
         for b, j in enumerate(chunks[owner]):
-            for rows, columns, triangle in between_chunks(i, j, length, cu, causal):
-                rows, columns = (
-                    slice(s.start + at * length, s.stop + at * length) for s, at in ((rows, a), (columns, b))
-                )
-                blocks.append(Block(rows, columns, triangle))
+            visible = between_chunks(i, j, length, cu, causal)
+            blocks += [shifted(block, length, a * length, b * length) for block in visible]
     return blocks
 
 

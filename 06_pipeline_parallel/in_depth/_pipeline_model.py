@@ -62,9 +62,8 @@ class Stage(nn.Module):
         super().__init__()
         self.wrap: Callable = lambda block: block  # recomputation is plugged in here
         self.embed = nn.Embedding(sizes.vocab, sizes.hidden) if first else None
-        self.blocks = nn.ModuleDict(
-            {str(layer): Block(sizes) for layer in layers}
-        )  # named by their number in the model
+        # Named by their number in the model.
+        self.blocks = nn.ModuleDict({str(layer): Block(sizes) for layer in layers})
         self.norm = nn.RMSNorm(sizes.hidden) if last else None
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False) if last else None
         with torch.no_grad():  # seeded by name, so that every partition starts from the same weights
@@ -114,9 +113,7 @@ def make_batch(step: int, micro_batches: int, rows: int = 2, length: int = 16) -
 class SentBytes(TorchDispatchMode):
     """Counts the bytes that this rank hands to `send`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
+    bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d" and func._opname == "send":

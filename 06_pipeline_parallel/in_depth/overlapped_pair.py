@@ -34,9 +34,7 @@ Run it:
 The last line is PASS, or the script exits with 1 and says which number is wrong.
 """
 
-import gc
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +44,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, with a group open, it would keep that group alive
-from pipeline_executor import Pipeline
+from pipeline_executor import Pipeline, launch
 from schedule_simulator import OneLineParser
 from schedules import build
 from torch import Tensor, nn
@@ -231,12 +229,9 @@ def demo(experts: int, group: dist.ProcessGroup, expert_group: dist.ProcessGroup
     found = (torch.stack(errors).max().item(), messages, hidden_messages)
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
+    error = max((row[0] for row in everyone), key=lambda e: (e != e, e))  # a NaN counts as the largest
     rows = [
-        (
-            "largest error against one process",
-            "<= 1e-10",
-            f"{max((row[0] for row in everyone), key=lambda e: (e != e, e)):.1e}",
-        ),
+        ("largest error against one process", "<= 1e-10", f"{error:.1e}"),
         ("messages in pairs, by rank", str([row[1] for row in everyone]), ""),
         ("  beside the other's computing", str([row[1] for row in everyone]), str([row[2] for row in everyone])),
     ]
@@ -271,22 +266,7 @@ def main() -> None:
         experts = 2 if ranks % 2 == 0 else 1
     if experts < 1 or ranks % experts:
         parser.error(f"--experts {experts} does not divide {ranks} ranks; use a divisor")
-    gpus = torch.cuda.device_count()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if 0 < gpus < local:
-        parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
-    if gpus:
-        torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
-    rank = dist.get_rank()
-    wrong = run(experts, device)
-    gc.collect()
-    dist.destroy_process_group()
-    if rank == 0:
-        print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
-    sys.exit(1 if wrong else 0)
+    launch(lambda device: run(experts, device))
 
 
 def run(experts: int, device: torch.device) -> list[str]:

@@ -45,7 +45,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -570,10 +570,6 @@ def parse_arguments() -> tuple[argparse.Namespace, Schedule]:
         parser.error(
             f"--layers {args.layers} is fewer than the {schedule.stages} stages; use {schedule.stages} or more"
         )
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count()
-    if 0 < gpus < local:
-        parser.error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
     return args, schedule
 
 
@@ -631,13 +627,8 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
 
     timeline = simulate(schedule)
     messages = sum(isinstance(x, Message) and x.source == rank for x in pipeline.program)
-    mine = (
-        torch.stack(errors).max().item(),
-        pipeline.peak,
-        timeline.peak_activations[rank],
-        sent.bytes,
-        messages * example.nbytes,
-    )
+    worst = torch.stack(errors).max().item()
+    mine = (worst, pipeline.peak, timeline.peak_activations[rank], sent.bytes, messages * example.nbytes)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     error = max((row[0] for row in everyone), key=lambda e: (e != e, e))  # a NaN counts as the largest
@@ -649,31 +640,37 @@ def demo(args: argparse.Namespace, schedule: Schedule, group: dist.ProcessGroup,
         ("bytes sent in a step, by rank", predicted[1], measured[1], predicted[1] == measured[1]),
     ]
     if rank == 0:
-        print(
-            f"{schedule.name} on {schedule.ranks} rank(s), {device.type}; {schedule.stages} stages, {m} micro-batches;",
-            end=" ",
-        )
-        print(f"bubble / work with F = B = W: {timeline.bubble_ratio:.3f}")
+        where = f"{schedule.name} on {schedule.ranks} rank(s), {device.type}"
+        ratio = f"bubble / work with F = B = W: {timeline.bubble_ratio:.3f}"
+        print(f"{where}; {schedule.stages} stages, {m} micro-batches; {ratio}")
         for what, want, got, _ in [("", "predicted", "measured", True), *rows]:
             print(f"{what:36}{want!s:>36}{got!s:>36}")
     return [what for what, _, _, right in rows if not right]
 
 
-def main() -> None:
-    args, schedule = parse_arguments()
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
-    if gpu:
+def launch(demo: Callable[[torch.device], list[str]]) -> NoReturn:
+    """Start the process group, run the demo, print PASS or what is wrong."""
+    gpus = torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < gpus < local:
+        OneLineParser().error(f"--nproc_per_node {local} is more than the GPUs here; use {gpus} or less")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
+    if gpus:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=60), **alone)
+    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=60), **alone)
     rank = dist.get_rank()
-    wrong = demo(args, schedule, dist.group.WORLD, device)
+    wrong = demo(device)
     gc.collect()
     dist.destroy_process_group()
     if rank == 0:
         print(f"FAIL: {'; '.join(wrong)}" if wrong else "PASS")
     sys.exit(1 if wrong else 0)
+
+
+def main() -> None:
+    args, schedule = parse_arguments()
+    launch(lambda device: demo(args, schedule, dist.group.WORLD, device))
 
 
 if __name__ == "__main__":

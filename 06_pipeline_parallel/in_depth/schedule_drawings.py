@@ -21,7 +21,6 @@ Run it:
 import math
 import sys
 from html import escape
-from pathlib import Path
 
 from schedule_simulator import BW, Action, B, F, OneLineParser, Schedule, Timeline, W, blocks, is_rank_zero, simulate
 
@@ -110,13 +109,11 @@ def svg(timeline: Timeline) -> str:
     bottom = 30 + schedule.ranks * (height + 4)
     parts = []
 
-    def box(
-        x: float, y: float, wide: float, high: float, kind: str, shade: int, label: str, edge: str = "#fff"
-    ) -> None:
+    def box(x: float, y: float, wide: float, high: float, kind: str, shade: int, label: str) -> None:
         size = 11 if high > 16 and wide >= 14 else 8
         parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="{SHADES[kind][shade % 4]}" '
-            f'stroke="{edge}" stroke-width="0.8"/>'
+            'stroke="#fff" stroke-width="0.8"/>'
         )
         if label:
             ink = "#000" if shade % 4 < 2 else "#fff"
@@ -177,10 +174,6 @@ def svg(timeline: Timeline) -> str:
             "</svg>\n",
         ]
     )
-
-
-def save_svg(timeline: Timeline, path: str | Path) -> None:
-    Path(path).write_text(svg(timeline))
 
 
 def main() -> None:

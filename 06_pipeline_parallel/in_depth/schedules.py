@@ -53,28 +53,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from schedule_search import automatic, cheapest
-from schedule_simulator import (  # noqa: F401 -- a runtime can import all it needs from here
+from schedule_simulator import (
     BW,
     Action,
     B,
     F,
-    Message,
     OneLineParser,
-    Program,
     Schedule,
     ScheduleError,
-    Timeline,
     Times,
     W,
-    blocks,
     check,
-    check_programs,
     is_rank_zero,
-    messages_of,
-    needs,
     parse_times,
     peak_activations,
-    programs,
     simulate,
 )
 from v_schedules import automatic_v, predicted, v_half, v_min, v_shape
@@ -446,11 +438,12 @@ GALLERY = [  # what the README shows: name, micro-batches, stages per rank, opti
 
 def draw_all(folder: Path) -> None:
     """The drawings of all schedules, for four ranks, as SVG files named after them."""
-    from schedule_drawings import save_svg  # not at the top: a trainer draws no schedules
+    from schedule_drawings import svg  # not at the top: a trainer draws no schedules
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, m, v, options in GALLERY:
-        save_svg(simulate(build(name, 4, m, v, **options), options.get("times")), folder / f"{name}.svg")
+        timeline = simulate(build(name, 4, m, v, **options), options.get("times"))
+        (folder / f"{name}.svg").write_text(svg(timeline))
 
 
 def published(schedule: Schedule, times: Times) -> tuple[float | None, tuple[int, ...] | None]:
@@ -594,12 +587,12 @@ def main() -> int:
         off += [] if same else [f"{schedule.name}: simulated and published differ: {' '.join(row)}"]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     if args.schedule:
-        from schedule_drawings import save_svg, text
+        from schedule_drawings import svg, text
 
         timeline = simulate(args.schedules[0], args.times)
         print(text(timeline, colour=sys.stdout.isatty()), end="\n\n")
         if args.svg:
-            save_svg(timeline, args.svg)
+            args.svg.write_text(svg(timeline))
     if args.draw_all:
         draw_all(args.draw_all)
     for row in table:

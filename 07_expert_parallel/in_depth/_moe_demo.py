@@ -22,17 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Wire(TorchDispatchMode):
-    """Counts this rank's all-to-alls, and the bytes that it sends in them to each rank of the world."""
+    """Counts the bytes that this rank sends in all-to-alls to each rank of the world."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
         self.bytes = 0
         self.to: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.calls[func._opname] += 1
         if func.namespace == "c10d" and func._opname == "alltoall_base_":
             group = dist.ProcessGroup.unbox(args[2])
             splits = args[4]

@@ -48,15 +48,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _moe_demo import HostWaits, OneLineParser, Report, Wire, check_gpus, launch, text
-from expert_dispatch import (
-    Exchange,
-    check_experts,
-    dispatch_pairs,
-    experts_loop,
-    make_plan,
-    size_of,
-    swiglu,
-)
+from expert_dispatch import Exchange, check_experts, dispatch_pairs, experts_loop, make_plan, size_of, swiglu
 from routing import (
     ROUTERS,
     Group,
@@ -166,11 +158,10 @@ def moe_fixed(
     C: int,
     group: Group,
     router: str = "softmax",
-    shared: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Seen]:
     """The full layer, x [T, H] -> its output, this rank's share of the balance loss, and what was counted.
 
-    Router, losses, experts: as in moe_layer.py; only dispatch differs. `shared`: an expert for all tokens.
+    Router, losses, experts: as in moe_layer.py; only dispatch differs.
     """
     logits = router_logits(x, gate)
     E = len(gate)
@@ -179,7 +170,7 @@ def moe_fixed(
     y = dispatch_fixed(x, routing.weights, slots, w1, w3, w2, C, group)
     counts = group_sum(expert_counts(routing.experts, E), group)
     seen = Seen((slots == E * C).sum(), (~logits.isfinite()).any(1).sum(), counts)
-    return y if shared is None else y + shared(x), balance_loss(routing.probabilities, counts, K), seen
+    return y, balance_loss(routing.probabilities, counts, K), seen
 
 
 def bytes_sent_fixed(P: int, E: int, C: int, H: int, e: int) -> int:

@@ -152,11 +152,9 @@ def test_forward_and_backward_recorded_with_one_batch_are_right_for_another():
         assert_same(got.double(), want.double(), 1e-12, f"result {i}")
 
 
-def test_a_shared_expert_is_added_and_ill_tokens_are_counted_on_the_device():
+def test_ill_tokens_are_counted_on_the_device():
     tensors = leaves([17], 0)
-    y, _, seen = moe_fixed(*tensors.values(), K, 17, None)
-    with_shared, _, _ = moe_fixed(*tensors.values(), K, 17, None, shared=torch.sin)
-    assert_same(with_shared, y + tensors["x"].sin(), 1e-12, "output with a shared expert")
+    seen = moe_fixed(*tensors.values(), K, 17, None)[2]
     assert (int(seen.ill), seen.counts.sum().item()) == (0, 17 * K)
     tensors["x"].data[[3, 9], 1] = float("nan")
     assert int(moe_fixed(*tensors.values(), K, 17, None)[2].ill) == 2

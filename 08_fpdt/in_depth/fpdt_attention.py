@@ -376,7 +376,7 @@ class FPDTAttention(torch.autograd.Function):
         ctx.core = core
         ctx.shapes = (q.shape, k.shape)
         ctx.kept = core.forward(lambda i: [x[:, i * s : (i + 1) * s] for x in (q, k, v)], put, q.device, keep)
-        ctx.guard = Guard((core.store, ctx.kept.buffers()))
+        ctx.guard = Guard(core.store, ctx.kept.buffers())
         return out
 
     @staticmethod

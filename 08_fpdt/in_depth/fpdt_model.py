@@ -198,7 +198,6 @@ class FPDT:
     core: ChunkedAttention
     finer: int  # pieces of a chunk in the feed-forward
     keep: str  # "input" or "attention"
-    inputs: Store  # where x is stored
 
     def rows(self, x: Tensor, i: int) -> Tensor:
         """Chunk i of [B, T, ...]."""
@@ -236,10 +235,10 @@ class Block(torch.autograd.Function):
         ctx.kept = kept if keep else None
         ctx.shape = x.shape
         ctx.tables = (cos, sin)
-        ctx.x = [fpdt.inputs.offload(fpdt.rows(x, i).contiguous()) for i in range(fpdt.core.u)] if trained else []
+        ctx.x = [store.offload(fpdt.rows(x, i).contiguous()) for i in range(fpdt.core.u)] if trained else []
         for buffer in [] if keep else kept.buffers():
             store.drop(buffer)
-        ctx.guard = Guard((store, kept.buffers() if keep else []), (fpdt.inputs, ctx.x))
+        ctx.guard = Guard(store, [*(kept.buffers() if keep else []), *ctx.x])
         return y
 
     @staticmethod
@@ -288,7 +287,7 @@ class Block(torch.autograd.Function):
             inputs.done()
 
         def every_input() -> Prefetch:
-            return Prefetch(fpdt.inputs, range(core.u), lambda i: [ctx.x[i]], device)
+            return Prefetch(store, range(core.u), lambda i: [ctx.x[i]], device)
 
         inputs = every_input()
         kept = ctx.kept
@@ -308,27 +307,26 @@ class Block(torch.autograd.Function):
         inputs = every_input()
         core.backward(kept, away, home, device)
         for buffer in ctx.x:
-            fpdt.inputs.drop(buffer)
+            store.drop(buffer)
         ctx.x, ctx.kept = [], None
         return dx, None, None, None, None, *run.result()
 
 
 def fpdt_block(
     block: nn.Module, chunks: int, group: dist.ProcessGroup, store: Store, *,
-    finer: int = 2, keep: str = "input", kernel: Kernel | None = None, inputs: Store | None = None,
+    finer: int = 2, keep: str = "input", kernel: Kernel | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
     """Replaces `block(x, cos, sin)` of a Llama, for tokens as in `fpdt_positions`: x [B, T, H] -> [B, T, H].
 
     keep    "input": only x is stored on the host, and backward recomputes attention; "attention": also its
             inputs and outputs, (2 + 2 N_kv/N) more tensors of x's size, so backward runs it once less
     finer   pieces of a chunk in the feed-forward
-    inputs  a separate store for x, e.g. Store(ResidentMachine(device)) if inputs fit on the device
 
     A call raises ValueError under autocast, for dropout, and for token counts that do not divide.
     """
     if keep not in ("input", "attention"):
         raise ValueError(f"keep {keep!r} must be input or attention")
-    fpdt = FPDT(Pieces(block), ChunkedAttention(group, chunks, store, kernel), finer, keep, inputs or store)
+    fpdt = FPDT(Pieces(block), ChunkedAttention(group, chunks, store, kernel), finer, keep)
 
     def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         refuse_autocast(x)

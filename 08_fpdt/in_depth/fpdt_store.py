@@ -164,14 +164,6 @@ class CudaMachine:
                               "raise `ulimit -l` or use fewer tokens") from error  # fmt: skip
 
 
-class ResidentMachine(CudaMachine):
-    """A "host" on the device, for layers whose inputs fit there: the same program with fast copies, by
-    `fpdt_block(..., inputs=Store(ResidentMachine(device)))`."""
-
-    def host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-
 # ---------------------------------------------------------------------------------------------------------- the store
 
 
@@ -269,15 +261,14 @@ class Store:
 class Guard:
     """Returns host buffers when its owner is freed: a forward with a discarded result has no backward."""
 
-    def __init__(self, *owned: tuple[Store, Sequence[Buffer]]) -> None:
-        self.finalizer = weakref.finalize(self, self.drop, owned)
+    def __init__(self, store: Store, buffers: Sequence[Buffer]) -> None:
+        self.finalizer = weakref.finalize(self, self.drop, store, buffers)
         self.finalizer.atexit = False
 
     @staticmethod
-    def drop(owned: Sequence[tuple[Store, Sequence[Buffer]]]) -> None:
-        for store, buffers in owned:
-            for buffer in buffers:
-                store.drop(buffer)
+    def drop(store: Store, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            store.drop(buffer)
 
     def release(self) -> None:
         """Call in backward, which returns the buffers itself."""

@@ -35,14 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from fpdt_costs import (
-    Hardware,
-    Sizes,
-    attention_peak,
-    idle_time,
-    pair_seconds,
-    simulate,
-)
+from fpdt_costs import Hardware, Sizes, attention_peak, idle_time, pair_seconds, simulate
 from fpdt_store import Buffer, CpuMachine, OneLineParser, Op, Prefetch, Store
 
 LONG = 256  # chunks; beyond, the sums take too long and `steady` is close (2 %)

@@ -95,18 +95,17 @@ def test_loss_every_gradient_and_weights_equal_the_whole_model_for_any_chunks(ra
             assert_same_trace(got, reference(), rank=rank)
 
 
-def inputs_elsewhere() -> tuple[Trace, int]:
-    other, told = Store(CpuMachine()), []
+def with_a_given_kernel() -> Trace:
+    told = []
     kernel = Kernel(lambda *x, **how: told.append(how) or explicit_forward(*x, **how), explicit_backward)
-    trace = trace_in_chunks(dist.group.WORLD, 4, inputs=other, kernel=kernel)
+    trace = trace_in_chunks(dist.group.WORLD, 4, kernel=kernel)
     assert told, "another kernel than the one that is given"
-    return trace, other.host_peak
+    return trace
 
 
-def test_inputs_of_blocks_can_wait_in_a_store_of_their_own():
-    [(got, peak)] = run_ranks(1, inputs_elsewhere)
+def test_blocks_run_by_the_kernel_that_is_given():
+    [got] = run_ranks(1, with_a_given_kernel)
     assert_same_trace(got, reference())
-    assert peak == SIZES["layers"] * S * SIZES["hidden"] * 8
 
 
 # ---------------------------------------------------------------------------------------- chapter 1's Llama, its names

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -58,6 +59,15 @@ def uneven(threads: int, chosen: Sequence[int] = ()) -> list[int]:
     """
     warps = chosen or range(-(-threads // 32))
     return [*map(ahead, warps), *map(behind, warps), racing(1), racing(2)]
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line and exit code 2; under torchrun only rank 0 prints it."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{self.prog}: {message}", file=sys.stderr)
+        sys.exit(2)
 
 
 class CudaError(RuntimeError):
@@ -163,13 +173,13 @@ def built(source: Path, command: Sequence[str], suffix: str, also: Sequence[Path
     return result
 
 
-def library_file(source: Path, arch: str, also: Sequence[Path] = ()) -> Path:
+def library_file(source: Path, arch: str) -> Path:
     """The library of a source, built if missing. `arch`: a GPU by nvcc's name, or "cpu"."""
     if arch != "cpu":
         command = ["nvcc", "-O3", machine_code_for(arch), "-shared", "-Xcompiler", "-fPIC"]
     else:  # fortified longjmp forbids jumps between stacks, as in fibers
         command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-w"]
-    return built(source, command, ".so", also)
+    return built(source, command, ".so")
 
 
 def program_file(source: Path, arch: str) -> Path:
@@ -195,12 +205,10 @@ def cublas() -> tuple[str, ...]:
 
 
 @cache
-def library(
-    source: str | Path, device_type: str, capability: tuple[int, int], headers: tuple[str, ...] = ()
-) -> ctypes.CDLL:
-    """The library of a source, loaded. `headers`: inputs besides its includes."""
+def library(source: str | Path, device_type: str, capability: tuple[int, int]) -> ctypes.CDLL:
+    """The library of a source, loaded."""
     arch = architecture(capability) if device_type == "cuda" else "cpu"
-    return ctypes.CDLL(str(library_file(HERE / source, arch, [HERE / name for name in headers])))
+    return ctypes.CDLL(str(library_file(HERE / source, arch)))
 
 
 def sources() -> list[Path]:
@@ -232,12 +240,7 @@ def build_all(files: Sequence[Path], arch: str) -> list[str]:
 
 
 def call(
-    source: str | Path,
-    function: str,
-    *arguments: Tensor | int | float,
-    order: int = FORWARD,
-    counting: bool = False,
-    headers: tuple[str, ...] = (),
+    source: str | Path, function: str, *arguments: Tensor | int | float, order: int = FORWARD, counting: bool = False
 ) -> Counters | None:
     """Run `function` of a .cu file on its tensors' device, in PyTorch's current stream. Counters if `counting`.
 
@@ -248,7 +251,7 @@ def call(
     assert all(x.is_contiguous() and x.device == device for x in tensors)
     on_gpu = device.type == "cuda" and torch.version.cuda is not None  # a stand-in GPU (tests/fake_device) has no CUDA
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-    lib = library(source, "cuda" if on_gpu else "cpu", capability, headers)
+    lib = library(source, "cuda" if on_gpu else "cpu", capability)
     c_arguments: list = []
     for x in arguments:
         if isinstance(x, Tensor):

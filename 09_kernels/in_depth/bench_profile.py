@@ -132,7 +132,7 @@ def profile(dry: bool, folder: Path | None, limit: float) -> int:
         "Five kernels under Nsight Compute, one warm launch each",
         ["kernel", *METRICS],
         "ncu --clock-control none. Busy: of the most that this unit could do, by its busiest part. "
-        "What ncu calls the columns: the table above.",
+        "What ncu calls the columns: 09_kernels/README.md.",
         folder,
     )
     for name, profiled in PROFILED.items():

@@ -31,16 +31,14 @@ and one tl.store. On a CPU it is C++: the same tmps in a vectorised loop. Two de
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
-from _cuda import FORWARD, Counters, CudaError, call
+from _cuda import Counters, CudaError, Parser, call
 from _interpreter import INTERPRETED, tl, triton  # Triton, run by Python without a GPU
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -94,7 +92,7 @@ class Elu(torch.autograd.Function):
     """y = ELU(x) by kernels unknown to PyTorch and autograd: both directions are defined here."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, alpha: float, version: str, order: int) -> Tensor:
+    def forward(ctx, x: Tensor, alpha: float, version: str) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
         if version == "triton" and x.numel():
@@ -102,11 +100,10 @@ class Elu(torch.autograd.Function):
                 forward_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, y, x.numel(), alpha, BLOCK=BLOCK)
         elif x.numel():
             x = x.clone() if x.data_ptr() % 16 else x  # the 16-byte loads of elu.cu
-            call("elu.cu", "run_elu_forward", x.numel(), alpha, x, y, order=order)
+            call("elu.cu", "run_elu_forward", x.numel(), alpha, x, y)
         ctx.save_for_backward(y)  # and not x
         ctx.alpha = alpha
         ctx.version = version
-        ctx.order = order
         return y
 
     @staticmethod
@@ -120,21 +117,18 @@ class Elu(torch.autograd.Function):
                 backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](y, dy, dx, dy.numel(), ctx.alpha, BLOCK=BLOCK)
         elif dy.numel():
             y, dy = (t.clone() if t.data_ptr() % 16 else t for t in (y, dy))
-            call("elu.cu", "run_elu_backward", dy.numel(), ctx.alpha, y, dy, dx, order=ctx.order)
-        return dx, None, None, None
+            call("elu.cu", "run_elu_backward", dy.numel(), ctx.alpha, y, dy, dx)
+        return dx, None, None
 
 
-def elu(x: Tensor, alpha: float = 1.0, version: str = "triton", *, order: int = FORWARD) -> Tensor:
-    """ELU of any shape and strides. `order` is the order of the CUDA threads on a CPU.
-
-    Raises ValueError, in one line, for what a version cannot do.
-    """
+def elu(x: Tensor, alpha: float = 1.0, version: str = "triton") -> Tensor:
+    """ELU of any shape and strides. Raises ValueError, in one line, for what a version cannot do."""
     check_elu(x, alpha, version)
     if version == "eager":
         return elu_eager(x, alpha)
     if version == "compile":
         return torch.compile(elu_eager)(x, alpha)
-    return Elu.apply(x, float(alpha), version, order)
+    return Elu.apply(x, float(alpha), version)
 
 
 def check_elu(x: Tensor, alpha: float, version: str) -> None:
@@ -245,13 +239,8 @@ def show_compiled(device: str) -> None:
 
 
 def main() -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(f"elu.py: {message}", file=sys.stderr)
-            sys.exit(2)
-
-    parser = Parser(description="ELU as eager PyTorch, compiled, in Triton and in CUDA.", allow_abbrev=False)
+    about = "ELU as eager PyTorch, compiled, in Triton and in CUDA."
+    parser = Parser(prog="elu.py", description=about, allow_abbrev=False)
     parser.add_argument("--size", type=int, default=5003, help="elements; 5003 by default")
     parser.add_argument("--alpha", type=float, default=1.3)
     parser.add_argument("--compile", action="store_true", help="check torch.compile too")

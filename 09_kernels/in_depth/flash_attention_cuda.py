@@ -52,7 +52,6 @@ SOURCE = "flash_attention_cuda.cu"
 ROWS = 128
 KEYS = 128
 THREADS = 384
-HEADERS = ("ptx_attention.h",)  # what SOURCE includes; what that includes is found
 HEAD_DIMS = (64, 128)
 
 
@@ -79,7 +78,7 @@ def cuda_forward(
     lse = torch.empty(B, N, S_q, dtype=torch.float32, device=q.device)
     given = [fit(x) for x in (q, k, v)]
     sizes = (D, B, S_q, S_k, N, N_kv, last, 1 / math.sqrt(D))
-    call(SOURCE, "run_attention", *sizes, *given, out, lse, order=order, headers=HEADERS)
+    call(SOURCE, "run_attention", *sizes, *given, out, lse, order=order)
     return out, lse
 
 
@@ -140,18 +139,18 @@ def sectors(B: int, S_q: int, S_k: int, N: int, D: int, last: int) -> int:
     return B * N * tokens * D * 2 // 32
 
 
-def turns(source: str = SOURCE, headers: tuple[str, ...] = HEADERS) -> list[int]:
+def turns(source: str = SOURCE) -> list[int]:
     """The consumer, 0 or 1, of each turn at the tensor cores in the last launch (on the CPU)."""
-    return recorded("attention_turns", source, headers)
+    return recorded("attention_turns", source)
 
 
-def tiles_taken(source: str = SOURCE, headers: tuple[str, ...] = HEADERS) -> list[int]:
+def tiles_taken() -> list[int]:
     """For each tile of queries, in order of blocks and within a block: the number of its tiles of keys."""
-    return recorded("attention_tiles", source, headers)
+    return recorded("attention_tiles", SOURCE)
 
 
-def recorded(what: str, source: str, headers: tuple[str, ...]) -> list[int]:
-    lib = library(source, "cpu", (0, 0), headers)
+def recorded(what: str, source: str) -> list[int]:
+    lib = library(source, "cpu", (0, 0))
     numbers = (ctypes.c_int * 65536)()
     return list(numbers[: getattr(lib, what)(numbers, len(numbers))])
 
@@ -216,12 +215,11 @@ def main() -> int:
     return int(bool(wrong))
 
 
-def fits() -> list[str]:
-    used = resources(SOURCE, "sm_90a")["attention_forward"]  # the maximum over both head dims
+def fits(source: str = SOURCE, kernel: str = "attention_forward") -> list[str]:
+    used = resources(source, "sm_90a")[kernel]  # the maximum over both head dims
     print(f"sm_90a: {used.registers} registers a thread, {used.stack} bytes of stack, {used.spills} spilled")
-    return [f"{used.stack} bytes of stack, {used.spills} spilled: numbers in local memory"] * bool(
-        used.stack + used.spills
-    )
+    said = f"{used.stack} bytes of stack, {used.spills} spilled: numbers in local memory"
+    return [said] * bool(used.stack + used.spills)
 
 
 def demo(args: argparse.Namespace, device: str) -> list[str]:
@@ -262,7 +260,7 @@ def count(given: list[Tensor], last: int) -> int:
     out = torch.empty(B, S_q, N, D, dtype=torch.bfloat16)
     lse = torch.empty(B, N, S_q)
     sizes = (D, B, S_q, S_k, N, N_kv, last, 1 / math.sqrt(D))
-    counters = call(SOURCE, "run_attention", *sizes, *given, out, lse, counting=True, headers=HEADERS)
+    counters = call(SOURCE, "run_attention", *sizes, *given, out, lse, counting=True)
     return counters.load_sectors
 
 

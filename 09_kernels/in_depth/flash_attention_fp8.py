@@ -43,14 +43,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from _cuda import FORWARD, REVERSE, CudaError, call, library, racing, resources
-from flash_attention_cuda import HEAD_DIMS, KEYS, ROWS, check, cuda_forward, fit, inputs, tiles_of_keys
+from _cuda import FORWARD, REVERSE, CudaError, call, library, racing
+from flash_attention_cuda import HEAD_DIMS, KEYS, ROWS, check, cuda_forward, fit, fits, inputs, tiles_of_keys
 from flash_tiles import OneLineParser, band, explicit_attention
 from torch import Tensor
 
 # Legend of shapes: B batch, S sequence (S_q queries, S_k keys), N query heads, N_kv key/value heads, D head dim.
 SOURCE = "flash_attention_fp8.cu"
-HEADERS = ("ptx_attention.h", "ptx_attention_fp8.h")
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 LIFT = 8  # weights are 2^8 times as large
@@ -110,7 +109,7 @@ def attend(given: Eight, S_k: int, *, causal: bool, offset: int = 0, order: int 
     """out [B, S_q, N, D] in bf16 and LSE [B, N, S_q] in fp32 of what `prepare` made."""
     out = torch.empty(given.q.shape, dtype=torch.bfloat16, device=given.q.device)
     lse = torch.empty(*given.scale_q.shape, out.shape[1], dtype=torch.float32, device=out.device)
-    call(SOURCE, "run_attention", *arguments(given, S_k, causal, offset), out, lse, order=order, headers=HEADERS)
+    call(SOURCE, "run_attention", *arguments(given, S_k, causal, offset), out, lse, order=order)
     return out, lse
 
 
@@ -159,13 +158,13 @@ def count(given: Eight, S_k: int, causal: bool, offset: int) -> int:
     out = torch.empty(given.q.shape, dtype=torch.bfloat16)
     lse = torch.empty(*given.scale_q.shape, out.shape[1])
     what = arguments(given, S_k, causal, offset)
-    return call(SOURCE, "run_attention", *what, out, lse, counting=True, headers=HEADERS).load_sectors
+    return call(SOURCE, "run_attention", *what, out, lse, counting=True).load_sectors
 
 
 @contextmanager
 def accumulator_bits(bits: int) -> Iterator[None]:
     """Bits of the emulated tensor cores' sums: by default 14, as measured on Hopper; 0 for full fp32."""
-    lib = library(SOURCE, "cpu", (0, 0), HEADERS)
+    lib = library(SOURCE, "cpu", (0, 0))
     lib.set_accumulator_bits(bits)
     try:
         yield
@@ -258,18 +257,11 @@ def main() -> int:
     if int(os.environ.get("RANK", 0)) != 0:
         return 0  # a kernel uses one device; under torchrun only rank 0 runs it
     try:
-        wrong = fits() if args.resources else demo(args, device)
+        wrong = fits(SOURCE, "attention_fp8") if args.resources else demo(args, device)
     except (CudaError, ValueError) as error:
         parser.error(str(error))
     print("\n".join(wrong) or "PASS")
     return int(bool(wrong))
-
-
-def fits() -> list[str]:
-    used = resources(SOURCE, "sm_90a")["attention_fp8"]  # the maximum over both head dims
-    print(f"sm_90a: {used.registers} registers a thread, {used.stack} bytes of stack, {used.spills} spilled")
-    said = f"{used.stack} bytes of stack, {used.spills} spilled: numbers in local memory"
-    return [said] * bool(used.stack + used.spills)
 
 
 def demo(args: argparse.Namespace, device: str) -> list[str]:

@@ -31,16 +31,14 @@ Shapes: A [M, K], B [K, N], C [M, N].
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
-from _cuda import FORWARD, REVERSE, Counters, CudaError, Resources, call, racing, resources
+from _cuda import FORWARD, REVERSE, Counters, CudaError, Parser, Resources, call, racing, resources
 from _interpreter import INTERPRETED, tl, triton  # Triton, run by Python without a GPU
 from torch import Tensor
 
@@ -111,7 +109,6 @@ class Multiprocessor:
     registers: int = 65536
     warps: int = 64
     blocks: int = 32
-    thread_registers: int = 255
 
 
 GPUS = {"sm_80": Multiprocessor(164 * 1024, 163 * 1024), "sm_90a": Multiprocessor(228 * 1024, 227 * 1024)}
@@ -331,13 +328,7 @@ def print_resources(arch: str) -> bool:
 
 
 def main() -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(f"matmul_ladder.py: {message}", file=sys.stderr)
-            sys.exit(2)
-
-    parser = Parser(description="Climb the ladder of matrix products.", allow_abbrev=False)
+    parser = Parser(prog="matmul_ladder.py", description="Climb the ladder of matrix products.", allow_abbrev=False)
     parser.add_argument("--rung", choices=[*RUNGS, TRITON], help="only this one")
     parser.add_argument("--size", type=int, nargs=3, metavar=("M", "N", "K"), default=(139, 263, 77))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")

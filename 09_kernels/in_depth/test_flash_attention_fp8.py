@@ -107,7 +107,7 @@ def test_scores_in_the_thousands_do_not_overflow():
 
 
 def test_the_emulators_e4m3_is_torchs_for_all_256_patterns_and_all_values_between():
-    lib = _cuda.library(fp8.SOURCE, "cpu", (0, 0), fp8.HEADERS)
+    lib = _cuda.library(fp8.SOURCE, "cpu", (0, 0))
     lib.value_of_e4m3.restype, lib.round_to_e4m3.argtypes = _cuda.ctypes.c_float, [_cuda.ctypes.c_float]
     patterns = torch.arange(256).to(torch.uint8).view(E4M3).float()
     mine = torch.tensor([lib.value_of_e4m3(p) for p in range(256)])
@@ -237,7 +237,7 @@ def assert_same_bits(check, case, orders):
 def test_the_two_consumers_take_turns_at_the_tensor_cores(order):
     given = inputs(1, 100, 300, 1, 1, 64, "cpu")  # one block; three tiles of keys are four turns
     fp8_forward(*given, causal=False, order=order)
-    assert turns(fp8.SOURCE, fp8.HEADERS) == [0, 1] * 4
+    assert turns(fp8.SOURCE) == [0, 1] * 4
 
 
 def test_sectors_asked_for_are_those_predicted():

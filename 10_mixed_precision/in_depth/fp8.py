@@ -231,21 +231,17 @@ class Fp8Linear:
         self.bad: list[tuple[str, Tensor]] = []  # on a GPU: amaxes to check in end_step(),
         self.notes: dict[str, Tensor] = {}  # and those with the largest element of all tensors of a name
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [..., K] Wᵀ -> [..., N]"""
-        return self.product(x, weight)
-
     def several(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """x through several layers, as one by one, but quantised once: they save the same form for backward.
         With a history every layer records the amax of x under its own weight, and quantises x itself."""
         shared: dict[str, Any] | None = None if self.recipe.history else {}
-        products = [self.product(x, weight, shared) for weight in weights]
+        products = [self(x, weight, shared) for weight in weights]
         if shared is not None:
             shared.clear()  # so that backward does not hold the form of x that only forward uses
         return products
 
-    def product(self, x: Tensor, weight: Tensor, shared: dict[str, Any] | None = None) -> Tensor:
-        """One layer. `shared` has the forms of x for layers of the same x; the first layer fills it."""
+    def __call__(self, x: Tensor, weight: Tensor, shared: dict[str, Any] | None = None) -> Tensor:
+        """x [..., K] Wᵀ -> [..., N]. `shared` has the forms of x for layers of the same x; the first layer fills it."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))  # y takes the dtype of x
@@ -436,24 +432,22 @@ class LargeFeatures:
     their weights as much smaller. A power of two, so that in fp32 neither y nor a gradient changes by a bit.
     So a recipe's error comes from both kinds sharing a scale.
 
-    Layers with fewer than `least` inputs stay as they are. Six features of 4096 are what 2208.07339 finds at 6.7 B
+    Layers with fewer than 4096 inputs stay as they are. Six features of 4096 are what 2208.07339 finds at 6.7 B
     parameters; factors of about 100 are usual (2211.10438), and 100,000 have been seen (2402.17762).
     """
 
-    def __init__(self, linear: Callable[[Tensor, Tensor], Tensor], factor: float, features: int = 6, least: int = 4096):
+    def __init__(self, linear: Callable[[Tensor, Tensor], Tensor], factor: float):
         if factor <= 0 or math.frexp(factor)[0] != 0.5:
             raise ValueError(f"factor {factor:g} of the outliers is no power of two, and would change what is computed")
         self.linear = linear
         self.factor = factor
-        self.features = features
-        self.least = least
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         inputs = weight.shape[1]
-        if inputs < self.least:
+        if inputs < 4096:
             return self.linear(x, weight)
         factors = torch.ones(inputs, device=x.device, dtype=x.dtype)
-        chosen = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))[: self.features]
+        chosen = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))[:6]
         factors[chosen] = self.factor
         return self.linear(x * factors, weight / factors.to(weight.dtype))
 

@@ -55,19 +55,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from _precision_demo import OneLineParser, Report, launch
-from formats import (
-    OF_DTYPE,
-    TILE,
-    Block,
-    Quantized,
-    amax_of,
-    e4m3,
-    emulated_matmul,
-    expand,
-    scale_of,
-    to_fp8,
-    transpose,
-)
+from formats import OF_DTYPE, TILE, Block, Quantized, amax_of, e4m3, emulated_matmul, transpose
 from formats import quantize as reference_quantize
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -247,10 +235,7 @@ def cast(x: Tensor, dtype: torch.dtype, amax: Tensor, note: Tensor | None = None
 
 
 def quantize(x: Tensor, dtype: torch.dtype, block: Block) -> Quantized:
-    """x [R, C] in fp8 with a scale for each 1 x 128, 128 x 1 or 128 x 128, or for each whole row or column."""
-    if block not in MODES:
-        scale = scale_of(amax_of(x, block), dtype)
-        return Quantized(to_fp8(x.float() / expand(scale, block, x.shape), dtype), scale, block)
+    """x [R, C] in fp8 with a scale for each 1 x 128, 128 x 1 or 128 x 128."""
     shape = (triton.cdiv(x.shape[0], block[0]), triton.cdiv(x.shape[1], block[1]))
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     return Quantized(run_quantize(x, dtype, scale, MODES[block], block == (TILE, 1))[0], scale, block)

@@ -116,16 +116,6 @@ def encode_e8m0(amax: Tensor, form: Format, up: bool) -> Tensor:
     return torch.where(amax.isfinite(), code, NAN).to(torch.uint8)
 
 
-def pack(codes: Tensor) -> Tensor:
-    """4-bit codes [R, C], one a byte -> two a byte [R, C/2], the first in the lower half: float4_e2m1fn_x2."""
-    return codes[:, ::2] | codes[:, 1::2] << 4
-
-
-def unpack(packed: Tensor) -> Tensor:
-    """[R, C/2] -> [R, C]."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-
-
 class Microscaled(NamedTuple):
     """x [R, C] as patterns: elements [R, C], one a byte, and a scale for each block [R, ceil(C/size)]."""
 

@@ -100,9 +100,9 @@ class LossScaler:
     """Multiplies the loss, and decides for all ranks of `group` together whether a step is taken.
 
         scaler.scale(loss).backward()
-        finite = scaler.unscale(gradients)        # fp32 gradients, in place; or all_finite() and .inverse
+        finite = scaler.all_finite(gradients)
         if finite:
-            optimizer.step()
+            optimizer.step()                      # by the gradients times scaler.inverse, in fp32
         scaler.update(finite)
 
     `group` has all ranks whose gradients or weights depend on this decision: all data-parallel ranks, and all
@@ -147,18 +147,6 @@ class LossScaler:
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)  # also without gradients
         return overflow.item() == 0
         # --- end exercise ---
-
-    @torch.no_grad()
-    def unscale(self, gradients: Iterable[Tensor]) -> bool:
-        """Divide by the scale, in place, and return `all_finite`. In fp16 the division would flush small
-        gradients to zero again, so fp16 gradients are refused."""
-        gradients = list(gradients)
-        if any(g.dtype == fp16 for g in gradients):
-            raise ValueError("gradients in fp16 underflow when they are unscaled; convert them to fp32 first")
-        finite = self.all_finite(gradients)
-        for g in gradients:
-            g.mul_(self.inverse)
-        return finite
 
     def update(self, finite: bool) -> None:
         """After each step, taken or not. Raises FloatingPointError where more steps would not help."""
@@ -298,10 +286,6 @@ class MixedAdamW:
 
     # ---- update
 
-    def read(self, stored: Tensor) -> Tensor:
-        """The stored value, in fp32 or better."""
-        return wide(stored)
-
     def write(self, stored: Tensor, value: Tensor) -> None:
         """Store `value`, rounded."""
         if stored.dtype != value.dtype and self.policy.stochastic:
@@ -328,18 +312,18 @@ class MixedAdamW:
             return None
         # --- exercise 10.29: the update happens in fp32, and is rounded when it is stored ---
         holder = state.get("master", p.data)  # where the optimizer stores the weight
-        w = self.read(holder)
-        m = self.read(state["exp_avg"])
-        v = self.read(state["exp_avg_sq"])
+        w = wide(holder)
+        m = wide(state["exp_avg"])
+        v = wide(state["exp_avg_sq"])
         before = w.clone()
         decay = self.weight_decay if p.dim() > 1 else 0.0
-        adamw_update(w, self.read(gradient) * inverse, m, v, self.steps, self.lr, decay, self.betas)
+        adamw_update(w, wide(gradient) * inverse, m, v, self.steps, self.lr, decay, self.betas)
         for stored, value in ((holder, w), (state["exp_avg"], m), (state["exp_avg_sq"], v)):
             self.write(stored, value)
         if "master" in state:
             p.data.copy_(holder)
         # --- end exercise ---
-        return lost_updates(before, w, self.read(holder)) if holder.dtype.itemsize < 4 else None
+        return lost_updates(before, w, wide(holder)) if holder.dtype.itemsize < 4 else None
 
     def held(self) -> dict[str, int]:
         """Bytes of every item, of all parameters."""

@@ -48,7 +48,7 @@ def test_the_kernel_finds_the_largest_element_and_calls_nan_infinite():
 @on_cpu
 def test_scales_and_values_of_the_kernel_are_those_of_the_recipe():
     for dtype in (E4M3, torch.float8_e5m2):
-        for block in (*k.MODES, (1, 0), (0, 1), (0, 0)):
+        for block in k.MODES:
             x = numbers(200, 300)
             x[:128, 128:256] = 0  # a piece of zeros
             x[128:, 256:] = 1e-39  # and one whose amax over the largest number is no normal fp32 number

@@ -21,8 +21,6 @@ from microscaling import (
     decode,
     encode,
     encode_e8m0,
-    pack,
-    unpack,
 )
 from torch import nn
 
@@ -126,14 +124,6 @@ def test_what_a_block_stands_for_becomes_the_same_block_again(name):
     assert same(q.dequantize(torch.float64), x).all(), name
     assert torch.equal(q.codes, again.codes) and torch.equal(q.scales, again.scales)
     assert q.outer is None or q.outer.item() == 1
-
-
-def test_two_elements_of_4_bits_lie_in_a_byte_the_first_in_the_lower_half():
-    pairs = torch.cartesian_prod(torch.arange(16), torch.arange(16)).to(torch.uint8)  # [256, 2]
-    packed = pack(pairs)
-    assert packed.view(torch.float4_e2m1fn_x2).shape == (256, 1)
-    assert packed[:, 0].tolist() == [first + 16 * second for first, second in pairs.tolist()]
-    assert torch.equal(unpack(packed), pairs)
 
 
 OF_MX = [("mxfp8", 8.25), ("mxfp8-up", 8.25), ("mxfp8-e5m2", 8.25), ("mxfp4", 4.25)]

@@ -37,12 +37,6 @@ def even_load() -> Iterator[None]:
         moe_layer.route = routed
 
 
-def measured(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
-    """Train two steps with an even load of experts: bytes sent in the first, memory in the second."""
-    with even_load():
-        return measured_steps(words, sizes)
-
-
 def made(words: dict[str, Any], sizes: LlamaConfig) -> tuple[Any, list]:
     """This rank of a layout before the first step, and the batches of that step."""
     config = Config(**words)
@@ -54,7 +48,9 @@ def made(words: dict[str, Any], sizes: LlamaConfig) -> tuple[Any, list]:
     return me, sampler.step(config.micro_batch, config.accumulation(dp), place, dp)
 
 
-def measured_steps(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
+@even_load()
+def measured(words: dict[str, Any], sizes: LlamaConfig) -> dict[str, Any]:
+    """Train two steps with an even load of experts: bytes sent in the first, memory in the second."""
     me, batches = made(words, sizes)
 
     def step() -> None:

@@ -348,14 +348,8 @@ def explain(task: Task, given: str) -> tuple[list[str], dict[str, Any]]:
     lines += ["", f"seconds of a step: {step.seconds:.4f}, MFU {100 * step.mfu(layout, task.cluster):.1f} %"]
     lines += [f"  {seconds:>20.4f}  {what}" for what, seconds in step.parts.items() if seconds]
     lines += [f"  {seconds:>20.4f}  {what}, hidden" for what, seconds in step.hidden.items() if seconds]
-    data = {
-        "layout": dataclasses.asdict(layout),
-        "bytes": fullest,
-        "fits": verdict == "fits",
-        "sent": sent,
-        "host": host,
-    }
-    return lines, data | {"seconds": step.seconds, "parts": step.parts, "hidden": step.hidden}
+    data = {"layout": dataclasses.asdict(layout), "bytes": fullest, "fits": verdict == "fits", "sent": sent}
+    return lines, data | {"host": host, "seconds": step.seconds, "parts": step.parts, "hidden": step.hidden}
 
 
 def facts() -> tuple[list[str], dict[str, Any]]:

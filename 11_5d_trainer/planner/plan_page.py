@@ -35,13 +35,8 @@ def choices(task: Task) -> dict[str, list[Any]]:
     """The choices of each axis. Other axes (Ulysses, other schedules) are only in the search."""
     pp = [p for p in divisors(task.gpus) if p <= min(task.model.layers, 16)]
     ep = powers(task.moe.experts, 64) if task.moe else [1]
-    return dict(
-        zip(
-            AXES,
-            (powers(task.gpus, 16), powers(task.gpus, 16), pp, ep, [0, 1, 2, 3], [1, 2, 4, 8], list(RECOMPUTE)),
-            strict=True,
-        )
-    )
+    every = (powers(task.gpus, 16), powers(task.gpus, 16), pp, ep, [0, 1, 2, 3], [1, 2, 4, 8], list(RECOMPUTE))
+    return dict(zip(AXES, every, strict=True))
 
 
 def layout_of(
@@ -50,17 +45,8 @@ def layout_of(
     """The layout of a choice, or why there is none."""
     if task.gpus % (tp * cp * pp):
         return "tp x cp x pp does not divide the GPUs"
-    shape = replace(
-        task.base,
-        tp=tp,
-        sequence_parallel=tp > 1,
-        ring=cp,
-        pp=pp,
-        ep=ep,
-        zero=zero,
-        recompute=recompute,
-        dp=task.gpus // tp // cp // pp,
-    )
+    shape = replace(task.base, dp=task.gpus // tp // cp // pp, tp=tp, sequence_parallel=tp > 1, ring=cp, pp=pp)
+    shape = replace(shape, ep=ep, zero=zero, recompute=recompute)
     if reason := refused(task, shape):
         return reason
     if shape.dp * shape.cp % ep:

@@ -56,14 +56,9 @@ class Run:
     measure: str
     published: float
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step on one GPU."""
-        return self.layout.global_batch * self.layout.seq_len // self.layout.ranks
-
     def throughput(self, seconds: float) -> float:
         """Tokens per second and GPU of a step that takes so long."""
-        return self.tokens / seconds
+        return self.layout.global_batch * self.layout.seq_len // self.layout.ranks / seconds
 
     def as_throughput(self) -> float:
         """The published value in the same unit; for a ratio to the family's first row, the ratio itself."""
@@ -182,10 +177,6 @@ def downhill(start: Sequence[float]) -> tuple[float, ...]:
 # ---------------------------------------------------------------------------------------------------------- the tables
 
 
-def order(values: Sequence[float]) -> list[int]:
-    return sorted(range(len(values)), key=lambda i: values[i])
-
-
 def in_order(family: Family) -> str:
     """Pairs of rows published more than 5 % apart, and how many of them the planner orders alike."""
     said = predicted(family)
@@ -201,16 +192,8 @@ def in_order(family: Family) -> str:
 
 def summary() -> tuple[list[str], list[list[Any]]]:
     """One row for each family, then the mean and the worst of the fitted and of the held-out families."""
-    columns = [
-        "rows",
-        "family",
-        "runs",
-        "mean off, %",
-        "bias, %",
-        "worst, %",
-        "mean after one run, %",
-        "pairs in order",
-    ]
+    columns = ["rows", "family", "runs", "mean off, %", "bias, %", "worst, %"]
+    columns += ["mean after one run, %", "pairs in order"]
     lines: list[list[Any]] = []
     for use in (FITTED, HELD_OUT):
         every: list[float] = []

@@ -368,12 +368,7 @@ def try_stages_of_zero(task: Task, found: Found, timed: Timed, at: Layout) -> No
 
 
 def try_modes(
-    task: Task,
-    found: Found,
-    timed: Timed,
-    cut: Layout,
-    tried: list[tuple[Layout, Room]],
-    states: tuple[float, float],
+    task: Task, found: Found, timed: Timed, cut: Layout, tried: list[tuple[Layout, Room]], states: tuple[float, float]
 ) -> None:
     """Try the choices for activations, for one schedule and ZeRO stage: the first that fits is timed."""
     for i, (mode, each) in enumerate(tried):
@@ -461,13 +456,8 @@ def alternatives(task: Task, best: Candidate) -> list[tuple[str, str]]:
         if candidate is None:
             return
         if candidate.peak > task.memory:
-            over = candidate.peak / task.memory
-            found.append(
-                (
-                    what,
-                    f"does not fit: {candidate.peak / GB:.0f} GB, {over:.1f} x the room; mostly {candidate.largest}",
-                )
-            )
+            over = f"{candidate.peak / GB:.0f} GB, {candidate.peak / task.memory:.1f} x the room"
+            found.append((what, f"does not fit: {over}; mostly {candidate.largest}"))
         elif candidate.step.seconds >= best.step.seconds:
             found.append((what, because(best.step, candidate.step)))
 

@@ -41,6 +41,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,7 +106,7 @@ def rehearse(
     all_ranks: bool = False,
     processes: int = 1,
     cluster: Cluster | None = None,
-    before: Callable[[int], Any] | None = None,
+    before: Callable[[int], Any] = nullcontext,
 ) -> Rehearsal:
     """Run every distinct rank of `ranks`, and match what they did. Raises UsageError for what cannot be rehearsed.
 
@@ -123,22 +124,16 @@ def rehearse(
             runs = dict(zip(distinct, pool.map(run_rank, *zip(*given, strict=True)), strict=True))
     else:
         for rank in distinct:
-            if before is None:
+            with before(rank):
                 runs[rank] = run_rank(config, sizes, rank, ranks, backend, cluster)
-            else:
-                with before(rank):
-                    runs[rank] = run_rank(config, sizes, rank, ranks, backend, cluster)
     if why := check_twins(runs, twin):
         raise UsageError(f"--ranks {ranks} cannot be folded: {why}; use --all-ranks")
     finding = match(runs, twin, backend)
     timeline, step = None, None
     if cluster is not None and finding is None:
         timeline = on_the_clock(runs, twin, backend, cluster)
-        step = (
-            None
-            if unplanned(config, sizes, ranks, timed=True)
-            else step_time(sizes, config.mixture(sizes), Layout.of(config, sizes, ranks), cluster)
-        )
+        if not unplanned(config, sizes, ranks, timed=True):
+            step = step_time(sizes, config.mixture(sizes), Layout.of(config, sizes, ranks), cluster)
     return Rehearsal(config, sizes, ranks, backend, runs, finding, time.perf_counter() - begin, timeline, step)
 
 

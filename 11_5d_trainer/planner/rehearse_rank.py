@@ -38,7 +38,6 @@ from typing import Any
 from unittest.mock import patch
 
 import planner_paths  # noqa: F401  finds the trainer and the chapters
-import expert_dispatch
 import gradient_reducers
 import llama
 import model as model_module
@@ -149,9 +148,6 @@ class Sent(Work):
         self.recorder.wait(self.index)
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
 
 FRESH: dict[Any, bool] = {}  # operator -> does it return new tensors only?
 WRITES: dict[Any, bool] = {}  # operator -> does it write into an argument?
@@ -217,11 +213,6 @@ class Recorder(TorchDispatchMode):
             self.current -= size
 
     # ---- operators
-
-    def launched(self, kernel: str, args: Any) -> None:
-        """A Triton kernel (chapter 09) that is not run: its results are allocated already, without values."""
-        if self.cluster is not None:
-            self.seconds += seconds_of_kernel(kernel, args, self.cluster)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -469,8 +460,9 @@ def without_launches(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    def run(kernel: Any, *args: Any, **_: Any) -> None:
-        recorder.launched(kernel.fn.__name__, args)
+    def run(kernel: Any, *args: Any, **_: Any) -> None:  # its results are allocated already, without values
+        if recorder.cluster is not None:
+            recorder.seconds += seconds_of_kernel(kernel.fn.__name__, args, recorder.cluster)
 
     changed: list[tuple[Any, str, Any]] = [(each, "run", run) for each in (JITFunction, InterpretedFunction)]
     return changed + [(module, "INTERPRETED", False) for module in (_flash_launch, flash_kernels, fused)]
@@ -654,6 +646,3 @@ def bytes_held(me: Any) -> dict[str, int]:
 def written(line: Line | None) -> str:
     """`parallel_linear.py:66 in all_reduce`"""
     return f"{Path(line[0]).name}:{line[1]} in {line[2]}" if line else ""
-
-
-__all__ = ["Group", "Op", "Recorded", "check", "expert_dispatch", "run_rank", "wire", "written"]

@@ -361,7 +361,7 @@ def test_a_mixture_that_no_mixtral_is_is_not_exported(tmp_path):
     ):
         progress = checkpoint.Progress(1, 8, 1, dataclasses.asdict(config), dataclasses.asdict(sizes))
         with pytest.raises(UsageError, match=f"^{line}"):
-            hf.write_model("run", tmp_path, tmp_path, progress, tmp_path / "out", None, 1)
+            hf.write_model("run", tmp_path / "out", None, 1, tmp_path, tmp_path, progress)
 
 
 def test_a_run_without_a_tokenizer_of_its_own_ends_its_texts_only_if_they_are_bytes(tmp_path):

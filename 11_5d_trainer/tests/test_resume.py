@@ -72,6 +72,16 @@ def test_the_newest_checkpoints_and_the_best_are_kept(text, tmp_path):
     assert [checkpoint.step_of(path) for path in checkpoint.complete(Path(folder))] == [2, 6, 8]
 
 
+@pytest.mark.prove
+def test_a_resumed_run_knows_the_best_loss_of_before_on_every_rank(text, tmp_path):
+    words = [*arguments(text, eval_every=1, save_every=0, keep=2), "--keep-best", "--out", str(tmp_path / "run")]
+    values = [1.0, 5.0, 4.0, 2.0, 3.0, 2.0, 2.5, 9.0, 9.0]  # that of step 0 does not count
+    _, folder = run_ranks(2, validated_as, values, words, SMALL)[0]
+    run_ranks(2, validated_as, [3.0, 9.0], ["--resume", folder, "--steps", "10"], SMALL)
+    steps = [checkpoint.step_of(path) for path in checkpoint.complete(Path(folder))]
+    assert steps == [3, 8, 10], "3.0 in step 9 is no better than 2.0 in step 3, so nothing is saved"
+
+
 def evaluated(words, sizes):
     plan = train.prepare(words, dist.get_world_size())
     plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, **sizes))

@@ -333,7 +333,7 @@ def table(record: dict[str, Any]) -> str:
     warning = [] if record.get("verified", True) else ["**Not verified**: nothing was held against these numbers.", ""]
     notes = [record["notes"], ""] if record["notes"] else []
     if "computed" in record:
-        return "\n".join([*lines, "", *warning, *notes, f"Computed, not measured, by commit {where['commit']}.", ""])
+        return "\n".join([*lines, "", *warning, *notes, f"Computed, not measured here; commit {where['commit']}.", ""])
     return "\n".join([*lines, "", *warning, *notes, f"Measured on: {about}.{on_cpu}", ""])
 
 
