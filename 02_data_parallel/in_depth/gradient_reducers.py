@@ -48,7 +48,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # now: if first imported while a group exists, it would keep the group alive
 import torch.nn.functional as F
-from collectives import Parser, all_reduce_ring
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -450,6 +449,13 @@ class WireCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
 def folder(name: str) -> Path:
     """Create the folder, or raise an error of one line with the reason."""
     if not name:
@@ -462,7 +468,7 @@ def folder(name: str) -> Path:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(description="Data parallelism in three versions.", allow_abbrev=False)
+    parser = OneLineParser(description="Data parallelism in three versions.", allow_abbrev=False)
     parser.add_argument("--version", choices=VERSIONS, default="bucketed")
     parser.add_argument("--all-reduce", choices=["torch", "ring"], default="torch", help="ring: that of collectives.py")
     parser.add_argument("--bucket-kib", type=int, help="size of a bucket; default: 256")
@@ -485,6 +491,8 @@ def make_reducer(args: argparse.Namespace, model: nn.Module, group: dist.Process
     if args.version == "bucketed":
         return BucketedReducer(model, group, bucket_bytes=(args.bucket_kib or 256) * 1024)
     if args.all_reduce == "ring":
+        from collectives import all_reduce_ring
+
         return NaiveReducer(model, group, all_reduce=all_reduce_ring)
     return VERSIONS[args.version](model, group)
 
